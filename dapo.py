@@ -1,0 +1,300 @@
+"""DAPO, Decoupled Clip and Dynamic sAmpling Policy Optimization: arXiv 2503.14476 (2025).
+
+A symmetric clip keeps rare tokens rare: raise its upper bound. A group all right or all wrong
+teaches nothing: sample until the batch is full of others. A mean per answer mutes long answers:
+average over all tokens. To be cut off is not to be wrong: punish length softly before the limit.
+
+    r_i  = ±1 for right or wrong + min(0, max(−1, ((L_max − L_cache) − |o_i|) / L_cache))
+    loss = −1/Σ|o_i| Σ_i Σ_t min(ρ_it A_i, clip(ρ_it, 1−ε_low, 1+ε_high) A_i)
+
+Differs from grpo.py in
+- clip_high 0.28; no KL
+- token_weights: mean over all tokens of the step
+- sample_until_full: refills the batch with groups that are neither all right nor all wrong
+- overlong_punishment: one more reward part; weights 2 and 1 are the paper's ±1 and its punishment
+- options, off: mask cut-off answers; resample duplicates (an addition of others, not the paper's)
+
+    python dapo.py
+    python dapo.py gsm8k --group-size 16
+"""
+from dataclasses import dataclass
+
+import torch
+
+import common
+from common import correct
+
+
+@dataclass
+class Args:
+    model: str = "tiny/model"
+    """Hugging Face directory or hub name of the policy, and of the reference that KL holds it to"""
+    dataset: str = "tiny"
+    """hub name, a JSONL, JSON, Parquet or CSV file, or a folder with one such file per split"""
+    dataset_config: str = ""
+    """configuration of a hub data set"""
+    train_split: str = "train"
+    """split to train on; a file is all `train`"""
+    eval_split: str = "test"
+    """held-out split; where there is none, a tenth of the training rows is held out, 500 at most"""
+    prompt_column: str = "question"
+    """column of the question: a text or a list of chat messages; dots reach into nested columns"""
+    gold_column: str = "answer"
+    """column of the right answer: bare, behind ####, or in the last box of a solution"""
+    instruction: str = ""
+    """text appended to every question, such as a request for \\boxed{}"""
+    chat_template: bool = True
+    """wrap questions in the tokenizer's chat template; without it the bare text is the prompt"""
+    group_size: int = 16
+    """G, completions per prompt"""
+    prompts_per_step: int = 8
+    """prompts per rollout, over all ranks"""
+    num_steps: int = 80
+    """rollouts to train on"""
+    num_minibatches: int = 1
+    """optimizer steps per pass over a rollout"""
+    num_iterations: int = 1
+    """μ, passes over each rollout"""
+    micro_batch_tokens: int = 16384
+    """padded tokens per forward and backward pass of a rank; bounds memory, not the result"""
+    learning_rate: float = 1e-4
+    """of AdamW on fp32 weights: 1e-4 suits the tiny model, 1e-6 one of half a billion or more"""
+    warmup_steps: int = 0
+    """steps over which the learning rate rises; it is constant afterwards"""
+    weight_decay: float = 0.0
+    """of AdamW"""
+    adam_beta2: float = 0.999
+    """β2 of AdamW"""
+    max_grad_norm: float = 1.0
+    """gradients are scaled down to this norm"""
+    clip_low: float = 0.2
+    """ε_low: no gradient where A < 0 and the ratio is below 1 − ε_low"""
+    clip_high: float = 0.28
+    """ε_high: no gradient where A > 0 and the ratio is above 1 + ε_high"""
+    kl_coef: float = 0.0
+    """β, weight of the KL to the initial model; at 0 no reference is loaded"""
+    tis_cap: float = 2.0
+    """cap on the importance weights that correct trainer/sampler mismatch; 0 turns them off"""
+    temperature: float = 1.0
+    """of sampling, and of all log-probs"""
+    max_prompt_tokens: int = 64
+    """rows with longer prompts are dropped"""
+    max_completion_tokens: int = 96
+    """sampling is cut off here"""
+    reward_weights: tuple[float, ...] = (2.0, 1.0)
+    """one per reward part: of REWARDS, of the reward model if there is one, of length"""
+    reward_model: str = ""
+    """sequence-classification model whose score is one more reward part"""
+    sampler: str = "vllm"
+    """vllm, or hf (transformers' generate) where vLLM can't be installed"""
+    vllm_memory_share: float = 0.4
+    """share of the GPU's memory for vLLM"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass: less memory, more time"""
+    eval_every: int = 40
+    """steps between evaluations, besides before the first and after the last; 0: none at all"""
+    save_every: int = 40
+    """steps between checkpoints, besides that after the last; 0: only that"""
+    keep_checkpoints: int = 2
+    """older ones are removed; 0 keeps all"""
+    output_dir: str = ""
+    """folder for metrics, samples, curves and checkpoints (runs/<script>-<time> if empty)"""
+    resume: str = ""
+    """folder of a run to continue from its last checkpoint; its options are the defaults then"""
+    resume_with_changes: bool = False
+    """let --resume change options that make it another run"""
+    track: bool = False
+    """log to Weights & Biases too, offline where there is no key"""
+    seed: int = 0
+    """of data order and sampling"""
+    max_gen_batches: int = 10
+    """sampling rounds per step at most; then what was kept is trained on"""
+    max_empty_steps: int = 3
+    """steps in a row for which nothing was kept, after which the run stops"""
+    overlong_cache: int = 32
+    """L_cache, width of the zone before max_completion_tokens where length is punished; 0: none"""
+    overlong_filter: bool = False
+    """leave cut-off completions out of the loss"""
+    no_repeat: bool = False
+    """resample what the group has already, twice at most; what is still double leaves the loss"""
+
+
+PRESETS = {"tiny": Args(), "gsm8k": Args(
+    model="Qwen/Qwen2.5-0.5B-Instruct", dataset="openai/gsm8k", dataset_config="main",
+    instruction="\nThink step by step, and put the final answer in \\boxed{}.",
+    group_size=16, prompts_per_step=512, num_minibatches=16, num_steps=30,
+    learning_rate=1e-6, max_grad_norm=1.0, max_prompt_tokens=512, max_completion_tokens=2048,
+    overlong_cache=512,
+    eval_every=100, save_every=100)}
+REWARDS = [correct]
+
+
+# -------------------------------------------------------------------- the algorithm
+def advantages(rewards, args):
+    """How much better each answer is than its group. [prompts, group, parts] -> [prompts, group]"""
+    parts = zip(args.reward_weights, rewards.unbind(-1), strict=True)
+    total = sum(weight * part for weight, part in parts)  # [prompts, group]
+    useful = total.amax(1, keepdim=True) > total.amin(1, keepdim=True)  # std isn't 0 in fp32
+    adv = (total - total.mean(1, keepdim=True)) / (total.std(1, keepdim=True) + 1e-4)  # n − 1
+    return torch.where(useful, adv, 0.0)
+
+
+def token_weights(mask, num_sequences, num_tokens, args):
+    """Mean over all tokens of the step. [sequences, tokens] -> same"""
+    return mask / num_tokens
+
+
+def token_loss(logp, old_logp, adv, mask, args):
+    """Clipped surrogate of each token, before averaging. [sequences, tokens], adv [sequences]"""
+    ratio = torch.exp((logp - old_logp).clamp(-20, 20))
+    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)
+    return -torch.minimum(ratio * adv[:, None], clipped * adv[:, None])
+
+
+def overlong_punishment(length, args):
+    """0 up to L_max − L_cache tokens, then falling to −1 at L_max. Eq. 13"""
+    if not args.overlong_cache:
+        return 0.0
+    free = args.max_completion_tokens - args.overlong_cache
+    return max(-1.0, min(0.0, (free - length) / args.overlong_cache))
+
+
+def repeated(group):
+    """The samples whose very tokens stand earlier in the group."""
+    ids = [sample.completion_ids for sample in group]
+    return [sample for i, sample in enumerate(group) if sample.completion_ids in ids[:i]]
+
+
+def sample_until_full(sampler, tokenizer, train, reward_model, args, run):
+    """Dynamic sampling, eq. 11: -> prompts_per_step groups, over all ranks, with both right and
+    wrong answers, by correctness and not by reward. Fewer when the rounds run out."""
+    for _ in range(args.max_empty_steps):
+        kept, asked, punished, duplicates = [], 0, 0, 0
+        for rounds in range(1, args.max_gen_batches + 1):
+            rows = common.next_rows(train, args, run)
+            groups = common.sample_groups(sampler, tokenizer, rows, args, run)
+            for again in ("again", "and again") if args.no_repeat else ():
+                fresh = common.sample_groups(sampler, tokenizer, rows, args, run, again)
+                for group, more in zip(groups, fresh):
+                    for old, new in zip(repeated(group), more):
+                        group[group.index(old)] = new
+            run.lap("sample")
+            common.score(groups, REWARDS, reward_model, run)
+            run.lap("score")
+            for group in groups:
+                copies = repeated(group) if args.no_repeat else []
+                duplicates += len(copies)
+                for s in group:
+                    s.rewards.append(overlong_punishment(len(s.completion_ids), args))
+                    s.in_loss = not (args.overlong_filter and s.truncated or s in copies)
+                    punished += s.rewards[-1] < 0
+            asked += len(groups)
+            kept += [group for group in groups if 0 < sum(s.correct for s in group) < len(group)]
+            run.counts["dapo/generations"] += run.rank == 0
+            total = sum(run.gather_objects(len(kept)))
+            if total >= args.prompts_per_step:
+                break
+        if total:
+            break
+        run.counts["dapo/empty_steps"] += run.rank == 0
+    else:
+        raise common.RunError(
+            f"step {run.step + 1}: nothing to learn from: in {args.max_empty_steps} × "
+            f"{args.max_gen_batches} rounds no group had both right and wrong answers. Take easier "
+            f"or harder data, or a larger --group-size than {args.group_size}")
+    places = sum(run.gather_objects([group[0].row["position"] for group in kept]), [])
+    last = sorted(places)[:args.prompts_per_step][-1]  # the surplus is dropped
+    asked, punished, duplicates = (sum(counts) for counts in zip(
+        *run.gather_objects((asked, punished, duplicates))))
+    run.extra = {"dapo/rounds": rounds, "dapo/groups_asked": asked, "dapo/groups_kept": total,
+                 "dapo/share_kept": total / asked, "dapo/duplicates": duplicates,
+                 "dapo/punished_share": punished / asked / args.group_size}
+    return [group for group in kept if group[0].row["position"] <= last]
+
+
+# -------------------------------------------------------------------- the loop
+def main(args: Args) -> None:
+    # ---- set up: what can be wrong is found before anything slow
+    if not 0 <= args.overlong_cache <= args.max_completion_tokens:
+        raise common.RunError(f"--overlong-cache {args.overlong_cache}: must lie between 0 and "
+                              f"--max-completion-tokens {args.max_completion_tokens}")
+    run = common.start(args, REWARDS, __file__, more_parts=("overlong",))
+    tokenizer, train, test = common.load_data(args, run)
+    with common.open_sampler(args, run, tokenizer) as sampler, common.Log(args, run) as log:
+        policy = common.load_model(args, run)
+        reference = common.load_model(args, run, frozen=True) if args.kl_coef else None
+        reward_model = common.load_reward_model(args, run) if args.reward_model else None
+        optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, args.adam_beta2),
+                                      weight_decay=args.weight_decay)
+        common.resume(args, run, policy, optimizer)
+        sampler.sync(common.named_weights(policy))
+        if run.step == 0:
+            log.write(0, common.evaluate(sampler, tokenizer, test, args, run))
+
+        while run.step < args.num_steps:
+            run.start_step()
+
+            # ---- sample and score, until the batch is full
+            groups = sample_until_full(sampler, tokenizer, train, reward_model, args, run)
+
+            # ---- advantages: once per rollout, on the rewards of all ranks
+            rewards, mine = common.gather_rewards(groups, args, run)  # [prompts, group, parts]
+            adv = advantages(rewards, args)  # [prompts, group]
+            common.set_advantages(groups, adv[mine])
+
+            # ---- learn: an optimizer step per minibatch, gradients summed over its micro-batches
+            run.set_learning_rate(optimizer, args)
+            minibatches = common.minibatches(groups, args, run)
+            one_update = len(minibatches) * args.num_iterations == 1
+            for micro in sum(minibatches, []):
+                with torch.no_grad():
+                    if not (one_update and micro.learns):  # else they come with the learn pass
+                        logp, entropy = policy.token_logprobs(micro, args.temperature)
+                        micro.old_logp, micro.entropy = logp, entropy
+                    if reference:
+                        micro.ref_logp, _ = reference.token_logprobs(micro, args.temperature)
+            for minibatch in minibatches * args.num_iterations:
+                num_sequences, num_tokens = common.totals(minibatch, run)  # of this optimizer step
+                for micro in minibatch:
+                    if not micro.learns:  # all advantages 0, and no KL: the gradient is 0
+                        continue
+                    logp, entropy = policy.token_logprobs(micro, args.temperature)
+                    if one_update:
+                        micro.old_logp, micro.entropy = logp.detach(), entropy
+                    loss = token_loss(logp, micro.old_logp, micro.adv, micro.mask, args)
+                    loss = loss * common.importance_weights(micro, args.tis_cap)
+                    if reference:  # k3 estimates KL(π_θ, π_ref): unbiased, and never negative
+                        x = (micro.ref_logp - logp).clamp(-20, 20)
+                        k3 = torch.exp(x) - x - 1
+                        loss = loss + args.kl_coef * k3
+                        run.add("kl", k3.detach() * micro.sampled)
+                    weights = token_weights(micro.mask, num_sequences, num_tokens, args)
+                    loss = (weights * loss).sum()
+                    (loss * run.world).backward()  # FSDP takes the mean over ranks
+                    run.add("loss", loss.detach())
+                    run.add_clipped(token_loss, logp, micro, args)
+                if run.finite(common.clip_gradients(policy, args.max_grad_norm)):
+                    optimizer.step()
+                optimizer.zero_grad()
+            run.lap("learn")
+
+            # ---- sync: the sampler gets the new weights, or the run stops
+            sampler.sync(common.named_weights(policy))
+            run.lap("sync")
+
+            # ---- report
+            run.step += 1
+            metrics = common.rollout_metrics(groups, minibatches, rewards, adv, args, run)
+            if common.due(run.step, args.eval_every, args):
+                metrics |= common.evaluate(sampler, tokenizer, test, args, run)
+            log.write(run.step, metrics, groups)
+            common.check_health(metrics, args, run, log)
+            stop = run.must_stop()
+            if stop or common.due(run.step, args.save_every, args):
+                common.save(args, run, policy, tokenizer, optimizer)
+            if stop:
+                run.stop()
+
+
+if __name__ == "__main__":
+    common.launch(main, PRESETS)

@@ -5,107 +5,83 @@ A wrong answer must never be paid: whatever is in doubt is refused. Policies, pi
   2 1/4 is 9/4, 007 is 7. 101_2 is neither 101 nor 5: a base belongs to the answer.
 - A unit, currency or percent sign counts only where both sides have one: 42 cm^2 is 42, but 5 cm is
   not 5 m, nor 1 m 100 cm. 25\% is 25, as it is mostly meant, and also 0.25, its value.
-- Lists and sets: order free, none missing, none extra; \pm 3 is the list 3, -3. (a, b), [a, b):
-  order and brackets count.
-- x = 5 is 5, where only one side names a variable. Equations are equal up to a factor; inequalities
-  equal their interval. What is no maths (names, clock times, ratios) must agree as text, whatever
-  the case. A choice letter may be wrapped or lead its option: \text{(B)}, (B) 12.
+- Lists, sets: order free, none missing, none extra; \pm 3 is 3, -3. (a, b), [a, b): order, brackets
+  count. x = 5 is 5, where one side only names a variable. Equations are equal up to a factor, an
+  inequality equals its interval. The rest (words, clock times, ratios) must agree as text, in any
+  case. A choice letter may be wrapped or lead its option: \text{(B)}, (B) 12.
 """
 
 import atexit
 import functools
 import json
-import logging
-import os
 import queue
 import re
 import signal
-import subprocess
 import sys
 import threading
-import time
 import unicodedata
 from collections import Counter
 from fractions import Fraction
+from subprocess import PIPE, Popen
 
 MAX_LENGTH = 4000  # characters of an answer; a longer one is refused
 TIME_LIMIT = 1.0  # seconds for one check by math-verify
 MEMORY_LIMIT = 1 << 30  # bytes of address space of a worker, which needs about 80 MB
-WORKERS = 4  # at most; a caller with one thread starts one
 counts = Counter()  # "checker_timeout", "checker_error": answers refused for that reason so far
 
 # ---- extraction ----------------------------------------------------------------------------------
-_THINK = re.compile(r"<(/?)think(?:ing)?>", re.I)
-_TAG = re.compile(r"<(/?)answer>", re.I)
+_ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.I | re.S)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s{0,9}(?:(\{)|([^\s\\{}$]+))|\\.|[{}]", re.S)
 _MARKER = re.compile(r"\banswer[*_]{0,3}\s{0,9}(?::|is\b)[*_]{0,3}\s{0,9}:?", re.I)
 # Where an answer in running text ends: with its sentence, or before a clause that explains it.
 _END = re.compile(r"[.;?](?=\s|$)|,?\s(?=(?:because|since|so|which|where|as|but|Human|User)\b)")
 
 
-def _visible(text):
-    """What follows the last closing think tag, up to one that never closes; is there such a one?"""
-    start, end = 0, len(text)
-    for tag in _THINK.finditer(text):
-        start, end = (tag.end(), len(text)) if tag[1] else (start, min(end, tag.start()))
-    return text[start:end], end < len(text)
-
-
-def _box(text):
-    """Content of the box that closes last (of nested ones: the outer), and whether it has braces."""
-    content, braced, stack = None, False, []
+def _read(text):
+    """(text after the thinking, did that close?, the box's content or None, has the box braces?)"""
+    text = re.split(r"</think(?:ing)?>", text if isinstance(text, str) else "", flags=re.I)[-1]
+    text, *thinking = re.split(r"<think(?:ing)?>", text, flags=re.I)
+    box, braced, stack = None, False, []
     for token in _BOX.finditer(text):  # one pass, so that any heap of brackets takes linear time
         if token[2]:
-            content, braced = token[2].rstrip(".,"), False
+            box, braced = token[2].rstrip(".,"), False
         elif token[1] or token[0] == "{":
             stack.append(token[1] and token.end())
         elif token[0] == "}" and stack and (start := stack.pop()):
-            content, braced = text[start : token.start()], True
-    return content, braced
-
-
-def _phrase(text):
-    """The answer that running text starts with: `**B** because a car moves.` -> `B`."""
-    line = _MARKER.split(text.strip().split("\n", 1)[0], 1)[-1]  # also of `#### Answer: 42`
-    return _END.split(line, 1)[0].strip("*_` \t")
+            box, braced = text[start : token.start()], True  # of nested boxes the outer, in the end
+    return text, not thinking, box, braced
 
 
 def extract(text):
     r"""The final answer of a completion, or None.
 
-    It stands in the last balanced \boxed{} or \fbox{} after the last closing think tag; else in
-    the last <answer>...</answer>; else after the last `####`; else after the last "answer is" or
-    "Answer:". `\boxed 5` counts. A box that never closes is none, so an earlier one counts; an
-    empty last one gives None. No answer is: text after a think tag that never closes, a number in
-    prose. Where the prompt ends in an opening think tag, put that before the completion.
+    Where it is: in the last balanced \boxed{} or \fbox{} after the last closing think tag; else in
+    the last <answer>...</answer>; else after the last `####`, "answer is" or "Answer:". `\boxed 5`
+    counts. A box that never closes is none, an empty last one is no answer, nor is what follows a
+    think tag that never closes. Where the prompt ends in a think tag, put that before `text`.
     """
-    text = _visible(text)[0] if isinstance(text, str) else ""
-    answer, start = _box(text)[0], None
-    for tag in _TAG.finditer(text) if answer is None else ():
-        if tag[1] and start is not None:
-            answer = text[start : tag.start()]
-        start = None if tag[1] else tag.end()
-    if answer is None and "####" in text:
-        answer = _phrase(text.rpartition("####")[2])
-    elif answer is None and (markers := list(_MARKER.finditer(text))):
-        answer = _phrase(text[markers[-1].end() :])
+    text, _, answer, _ = _read(text)
+    if answer is None and (answers := _ANSWER.findall(text)):
+        answer = answers[-1]
+    elif answer is None and ("####" in text or _MARKER.search(text)):
+        tail = text.rpartition("####")[2] if "####" in text else _MARKER.split(text)[-1]
+        line = _MARKER.split(tail.strip().split("\n", 1)[0], 1)[-1]  # also of `#### Answer: 42`
+        answer = _END.split(line, 1)[0].strip("*_` \t")  # of `**B** because a car moves.`
     return (answer or "").strip() or None
 
 
 def format_ok(text):
     r"""A non-empty, balanced \boxed{...} after thinking that closed, and at most one <answer>."""
-    text, thinking = _visible(text) if isinstance(text, str) else ("", True)
-    content, braced = _box(text)
-    return braced and bool(content.strip()) and not thinking and _TAG.findall(text).count("") <= 1
+    text, closed, box, braced = _read(text)
+    return closed and braced and box.strip() != "" and len(_ANSWER.findall(text)) <= 1
 
 
 def reduce_gold(answer):
     r"""The gold of a data row, or None when the row is unusable.
 
-    A text with a box, tag or marker is reduced as `extract` does; thousands commas go. A number, an
-    expression, a phrase stay as they are. A phrase has at most five words and, from three on, none
-    of a sentence's (is, see, figure, ...): `None of the above`, not `see the figure`. A longer text
-    is reduced to its number if it has just one. Everything else holds no answer.
+    A text with a box, tag or marker is reduced as by `extract`; thousands commas go. Numbers, terms
+    and phrases stay: at most five words and, from three on, none of a sentence's (`None of the
+    above`, not `see the figure`). Of a longer text, a single number. Else it holds no answer.
     """
     answer = str(answer) if type(answer) in (int, float) else answer
     if not isinstance(answer, str) or answer.strip().lower() in ("nan", "null", "n/a", "inf"):
@@ -113,7 +89,7 @@ def reduce_gold(answer):
     gold = extract(answer)
     if gold is None and not re.search(r"\\boxed|\\fbox|####|</?(?:answer|think)", answer):
         gold = answer.strip()
-        words = re.findall(r"[^\W\d_]{2,}", re.sub(r"\\[A-Za-z]+", "", gold).lower())
+        words = re.findall(r"(?<!\\)\b[^\W\d_]{2,}", gold.lower())
         verbs = "see refer figure diagram proof solution vary is are was were has have will can"
         if len(words) > 5 or len(words) > 2 and set(words) & set(verbs.split()):
             numbers = re.findall(r"-?\d+(?:[.,/]\d+)*", gold)
@@ -123,11 +99,10 @@ def reduce_gold(answer):
 
 
 # ---- normal form: the ways to write an answer become one string ----------------------------------
-_SIGNS = dict.fromkeys("−–—‐‑‒", "-") | dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", "") | {
-    "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "⁄": "/", "∶": ":", "±": r"\pm ",
-    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "√": r"\sqrt ", "π": r"\pi ", "θ": r"\theta ",
-    "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
-    "°": " degree ", "′": "'", "’": "'", "“": '"', "”": '"',
+_SIGNS = dict.fromkeys("−–—‐‑‒", "-") | dict.fromkeys("\u200b\u2060\ufeff", "") | {
+    "÷": "/", "⁄": "/", "∶": ":", "′": "'", "’": "'", "°": " degree ", "√": r"\sqrt ", "±": r"\pm ",
+    "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ",
+    "π": r"\pi ", "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
 }  # fmt: skip
 _THOUSANDS = re.compile(r"(?<![\w.,(\[])\d{1,3}(?:,\d{3})+(?![\w,)\]])")
 _RULES = [  # (pattern, replacement); in this order, and again until nothing changes
@@ -138,49 +113,46 @@ _RULES = [  # (pattern, replacement); in this order, and again until nothing cha
     (r"^(\$\$?)\s*([^$]*[^$\s])\s*\1$", r"\2"), (r"\\[()\[\]]", ""),  # $5$ is maths, $5 is money
     (r"(?<![\w)}\]*])\*\*([^*]+)\*\*(?![\w({\[*\\])|^`([^`]*)`$", r"\1\2"),  # but a power: 2**3**2
     (r"\*\*", "^"), (r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])", " degree "),
-    (r"\\frac\s*(\d)\s*(?=[\d{])", r"\\frac{\1}"), (r"\\frac\s*(\{[^{}]*\})\s*(\d)", r"\\frac\1{\2}"),
-    (r"(?<![\\A-Za-z])(sqrt|pi|infty)(?![A-Za-z])", r"\\\1 "), (r"\+\s*\\infty", r"\\infty"),
-    (r"\\sqrt\s*(?:\(([^()]*)\)|([0-9A-Za-z]))", r"\\sqrt{\1\2}"),
-    (r"<=|\\leq(?:slant)?(?![A-Za-z])", r"\\le "), (r">=|\\geq(?:slant)?(?![A-Za-z])", r"\\ge "),
-    (r"\\varnothing(?![A-Za-z])|^\\\{\s*\\\}$", r"\\emptyset "), (r"^\((\d+)\)\s*_", r"\1_"),
-    (r"([\^_])\s*\{\s*(\w)\s*\}", r"\1\2"), (r"^\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}$", r"\1"),
-    (r"(?<![.\s])\s*[.,;:]$", ""), (r"^[(\[]?([A-Z])[)\]]$", r"\1"),  # 42. and the choice (B)
-    (r"^(-?\d{1,3}) (\d{3})(?=$| \d{3}| ?[^\d/ ])", r"\1\2"),  # 2 500
-    (_THOUSANDS, lambda m: m[0].replace(",", "")), (r"\bdollars?$|\bUSD$", "$"),
-    (r"\bpercent$", "%"), (r"\b(?:square|sq) ([a-z]+)$", r"\1^2"), (r"\bcubic ([a-z]+)$", r"\1^3"),
-    (r"^\s+|\s+$|\s+(?![A-Za-z0-9])|(?<![A-Za-z0-9])\s+", ""),
+    (r"\\frac\s*(\d)\s*(?=[\d{])", r"\\frac{\1}"), (r"(\\frac\{[^{}]*\})\s*(\d)", r"\1{\2}"),
+    (r"(?<![\\A-Za-z])(sqrt|pi|infty)(?![A-Za-z])", r"\\\1 "), (r"(^|[(,])\+", r"\1"),
+    (r"\\sqrt\s*(?:\(([^()]*)\)|([0-9A-Za-z]))", r"\\sqrt{\1\2}"), (r"^\((\d+)\)\s*_", r"\1_"),
+    (r"<=", r"\\le "), (r">=", r"\\ge "), (r"\\([lg])eq(?:slant)?(?![A-Za-z])", r"\\\1e "),
+    (r"\\varnothing|^\\\{ ?\\\}$", r"\\emptyset "), (r"([\^_])\s*\{\s*(\w)\s*\}", r"\1\2"),
+    (r"^\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}$", r"\1"), (r"(?<![.\s])\s*[.,;:]$", ""),
+    (r"^(?:[Oo]ption |[Cc]hoice )?[(\[]?([A-Z])[)\]]?$", r"\1"), (r"\b(?:dollars?|USD) ?$", "$"),
+    (r"^-?\d{1,3}(?: \d{3})+(?=$| ?[^\d/ ])", lambda m: m[0].replace(" ", "")),
+    (_THOUSANDS, lambda m: m[0].replace(",", "")), (r"\b(?:square|sq) ([a-z]+) ?$", r"\1^2"),
+    (r"\bpercent ?$", "%"), (r"^\s+|\s+$|\s+(?![A-Za-z0-9\s])|(?<![A-Za-z0-9\s])\s+", ""),
     # Words in lower case, but not what may be a product of variables or points: AB is not ab.
-    (r"(?<![\\A-Za-z])(?:[A-Z][a-z]{2,}|[A-Za-z]{4,}|YES|N[oO])(?![A-Za-z])", lambda m: m[0].lower()),
+    (r"(?<![\\A-Za-z])([A-Z][a-z]{2,}|[A-Za-z]{4,}|YES|N[oO])(?![A-Za-z])", lambda m: m[0].lower()),
 ]  # fmt: skip
 # A unit, or things counted (12 apples); but 5 millions is not 5, nor 3 halves 3, and 5m may be 5*m.
 _UNIT = re.compile(
-    r"(?:[%$€£¥¢]|/?(?<![\\A-Za-z])(?!\w*(?:hundred|thousand|illion|dozen|ten|halve|third|quarter|th)s|"
-    r"plus|minus|less)(?:[mck]m|[mk]g|ml|in|ft|yd|mi|lb|oz|hr|min|sec|mph|foot|feet|inch|people|men|"
-    r"(?:centi|milli|kilo)?(?:met|lit)(?:er|re)|mile|pound|hour|minute|day|year|cent|euro|degree|unit|"
-    r"[ap]\.?m|[a-z]{3,}s|(?<=[ /])(?:[mglshCFL]|per))s?)(?:\^?\{?[23]\}?)?$"
+    r"(?:[%$€£¥¢]|/?(?<![\\A-Za-z])(?!\w*(?:hundred|thousand|illion|dozen|ten|halve|third|quarter|th)s"
+    r"|plus|minus|less)(?:[mck]m|[mk]g|ml|in|ft|yd|mi|lb|oz|hr|min|sec|mph|foot|feet|inch|people|men"
+    r"|(?:centi|milli|kilo)?(?:met|lit)(?:er|re)|mile|pound|hour|minute|day|year|cent|euro|degree|unit"
+    r"|cup|[ap]\.?m|[a-z]{3,}s|(?<=[ /])(?:[mglshCFL]|per|cubic))s?)(?:\^?\{?[23]\}?)?$"
 )
 
 
 def _number(text):
     """The exact value of an integer, decimal, fraction or mixed number, or None."""
-    text = re.sub(r"\\frac\{(-?[\d.]+)\}\{(-?[\d.]+)\}$", r" \1/\2", text[:1000]).strip()
+    text = re.sub(r"\\frac\{(-?[\d.]+)\}\{(-?[\d.]+)\}$", r" \1/\2", text).strip()
     part = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?"
-    try:
-        m = re.fullmatch(rf"([+-]?) ?(?:(\d+) )?(-?{part})(?:/(-?{part}))?", text)
-        value = Fraction(m[3]) / Fraction(m[4] or 1)
-        if m[2] and not (0 < value < 1 and m[3].isdigit() and m[4].isdigit()):
-            return None  # `2 5/4` or `2 5`
-        return (-1 if m[1] == "-" else 1) * (int(m[2] or 0) + value)
-    except (TypeError, ValueError, ArithmeticError):
+    parts = rf"([+-]?) ?(?:(\d+) )?(-?{part})(?:/(-?(?=[\d.]*[1-9]){part}))?"
+    if len(text) > 1000 or not (m := re.fullmatch(parts, text)):
         return None
+    value = Fraction(m[3]) / Fraction(m[4] or 1)
+    mixed = 0 < value < 1 and "." not in text and "-" not in text[1:]  # not `2 5/4` or `2 5`
+    return Fraction(m[1] + "1") * (int(m[2] or 0) + value) if mixed or not m[2] else None
 
 
 @functools.lru_cache(maxsize=4096)
 def _parse(answer):
-    """(normal form, unit) of an answer."""
+    """(normal form, unit) of an answer. A unit is what follows an expression in numbers."""
     text, unit = answer.strip(), ""
-    if re.fullmatch(r"0|-?[1-9]\d{0,99}", text) or len(text) > MAX_LENGTH:
-        return text, ""
+    if re.fullmatch(r"0|-?[1-9]\d{0,2}(?:\d{0,99}|(?:,\d{3})+)", text) or len(text) > MAX_LENGTH:
+        return text.replace(",", ""), ""
     for _ in range(20):
         before = text
         if not text.isascii():  # superscripts first: NFKC makes 52 of 5², and 21/2 of 2½
@@ -190,12 +162,11 @@ def _parse(answer):
         for pattern, replacement in _RULES:
             text = re.sub(pattern, replacement, text)
         whole = rest = re.sub(r"^([+-]?)(?:US)?([$€£¥])(.+)$", r"\1\3\2", text)  # $5 -> 5$
-        while m := _UNIT.search(rest):
+        while (m := _UNIT.search(rest, max(0, len(rest) - 30))) and len(whole) < len(rest) + 60:
             rest = rest[: m.start()].rstrip()
         value = re.sub(r"^[A-Za-z]=|\\[A-Za-z]+", "", rest)
         if re.search(r"\d", value) and not re.search(r"[A-Za-z]|[-+*/=<>,]$", value):
-            # A number or an expression in numbers is left: what was cut off is its unit.
-            unit, text = unit or re.sub(r"[\s{}^.]|s\b", "", whole[len(rest) :]), rest
+            unit, text = unit or re.sub(r"[\s{}^.]|(?<=\w\w)s\b", "", whole[len(rest) :]), rest
         text = text if (value := _number(text)) is None else str(value)
         if text == before:
             break
@@ -208,15 +179,17 @@ def normalize(answer):
 
 
 # ---- comparison, in a worker ---------------------------------------------------------------------
-_NAME = re.compile(r"(^|[,;]|and |or )(\\?[A-Za-z]|\\[a-z]+)((?:_\{?\w+\}?)?(?:\([A-Za-z]\))?)(?:=|\\in\b)")
+_NAME = re.compile(  # `x=`, `f(x)=` or `x_1\in` where the text, or an item of a list, begins
+    r"(^|[,;]|and |or )((?:\\theta|[A-Za-z])(?:_\{?\w+\}?)?(?:\([A-Za-z]\))?)(?:=|\\in\b)"
+)
 _TOKEN = re.compile(r"\\?[{}]|[,;](?:and|or)?(?![a-z])|(?<![A-Za-z])(?:and|or)(?![a-z])|\\?.", re.S)
 _COMMAND = re.compile(
-    r"\\(?:frac|sqrt|pi|cdot|times|div|infty|le|ge|ne|cup|cap|setminus|emptyset|mathbb|(?:arc)?(?:sin|cos|tan)"
-    r"|cot|log|ln|exp|binom|alpha|beta|gamma|delta|theta|lambda|mu|phi|omega)(?![A-Za-z])|\\[{}]"
+    r"\\(?:frac|sqrt|pi|cdot|times|div|infty|le|ge|ne|cup|cap|setminus|emptyset|mathbb|sin|cos|tan"
+    r"|log|ln|exp|binom|alpha|beta|gamma|delta|theta|lambda|mu|phi|omega)(?![A-Za-z])|\\[{}]"
 )
-# What math-verify misreads: words, 101_2, 3 4 (as 7), 0.3..., a = b = c, 1e5, 2\frac{5}{4}.
+# What math-verify misreads: words, 101_2, 3 4 (as 7), 0.3..., a = b = c, 1e5.
 _MISREAD = re.compile(
-    r"[A-Za-z]{3}|^[A-Za-z]{2,}$|[\d)}]_|\d\s+\d|\.\.|=[^=]*=|\d[eE]\d|[^\w\s.,+\-*/^=<>!|()\[\]{}]"
+    r"[A-Za-z]{3}|^[A-Za-z]{2,}$|[\d)}]_|\d\s+\d|\.\d*\.|=.*=|\d[eE]\d|[^\w\s.,+\-*/^=<>!|()\[\]{}]"
 )
 
 
@@ -227,7 +200,8 @@ def _split(text, kind=""):
     if not kind and (m := re.fullmatch(r"([(\[]|\\\{)(.*?)(\\?[)\]}])", text)):
         kind, items = _split(m[2], m[1][-1] + m[3][-1])
         if items:
-            return _split(m[2]) if kind == "()" and len(items) == 1 else (kind.replace("{}", ""), items)
+            single = kind == "()" and len(items) == 1  # which may have brackets within
+            return _split(m[2]) if single else (kind.replace("{}", ""), items)
     depth, items = 0, [""]
     for token in _TOKEN.findall(text):
         depth += (token[-1] in "([{") - (token[-1] in ")]}")
@@ -246,45 +220,41 @@ def _same_maths(gold, answer):
 
     config = LatexExtractionConfig(False, 0, NormalizationConfig(malformed_operators=True))
     letters, found = set(_COMMAND.sub("", gold + answer)), []
-    for text in (gold, answer):
-        if _MISREAD.search(_COMMAND.sub("*", text)) or re.search(r"\d\\frac\{\d+\}\{\d+\}", text):
+    for s in (gold, answer):
+        if _MISREAD.search(_COMMAND.sub("*", s)) or re.search(r"\d\\frac\{\d+\}\{\d+\}", s):
             return False
-        text = re.sub(r"(?<=\d)(?=\(|\\frac)", r"\\cdot ", text)  # 2(3) is not the mixed number 5
-        part = re.compile(r"\d*\.\d+")  # decimals as fractions, which are exact
-        text = part.sub(lambda m: r"{\frac{%d}{%d}}" % Fraction(m[0]).as_integer_ratio(), text)
-        found += parse(rf"\boxed{{{text}}}", [config], "no_fallback", "first_match", None)[:1]
+        s = re.sub(r"(?<=\d)(?=\(|\\frac)", r"\\cdot ", s)  # 2(3) is not the mixed number 5
+        s = re.sub(r"\d*\.\d+", lambda m: r"{\frac{%d}{%d}}" % Fraction(m[0]).as_integer_ratio(), s)
+        found += parse(rf"\boxed{{{s}}}", [config], "no_fallback", "first_match", None)[:1]
     if len(found) < 2 or any(c.isupper() and c.lower() in letters for c in letters):
         return False  # math-verify takes X for x
     g, a = found
-    if isinstance(g, Eq) and isinstance(a, Eq):
-        ratio = simplify((g.lhs - g.rhs) / (a.lhs - a.rhs))
-        return ratio.is_number and ratio.is_finite and not ratio.is_zero
+    if isinstance(g, Eq) or isinstance(a, Eq):
+        ratio = type(g) is type(a) and simplify((g.lhs - g.rhs) / (a.lhs - a.rhs))
+        return ratio and g.free_symbols and ratio.is_number and ratio.is_finite
     if isinstance(g, Expr) and isinstance(a, Expr):
         # A second opinion, at some point: verify() takes 10^{-20} for 2 * 10^{-20}.
-        symbols = sorted(g.free_symbols | a.free_symbols, key=str)
-        point = {symbol: Rational(17 + 6 * i, 23) for i, symbol in enumerate(symbols)}
+        point = {x: Rational(sum(x.name.encode()), 97) for x in g.free_symbols | a.free_symbols}
         x, y = N(g.subs(point), 30), N(a.subs(point), 30)
         if not abs(x - y) <= 1e-20 * (abs(x) + abs(y)):
             return False
-    is_equation = isinstance(g, Eq) or isinstance(a, Eq)
-    return not is_equation and verify(g, a, 15, timeout_seconds=None, allow_set_relation_comp=True)
+    return verify(g, a, 15, timeout_seconds=None, allow_set_relation_comp=True)
 
 
 def _same(gold, answer):
     """Are two normal forms equal?"""
-    names = [{m[2] + m[3] for m in _NAME.finditer(text)} for text in (gold, answer)]
+    names = [{m[2] for m in _NAME.finditer(text)} for text in (gold, answer)]
     if max(map(len, names)) == 1 and (names[0] == names[1] or "=" not in gold or "=" not in answer):
         gold, answer = _NAME.sub(r"\1", gold), _NAME.sub(r"\1", answer)
     elif max(map(len, names)) > 1 and set() in names:
         return False  # x = 1, y = 2 is not 1, 2
-    g, a = _number(gold), _number(answer)
-    if gold == answer or (g is not None and a is not None):
-        return gold != "" and g == a
+    if gold == answer:
+        return gold != ""
     (kind, items), (a_kind, others) = _split(gold), _split(answer)
     if (kind, len(items)) == (a_kind, len(others)) == ("", 1):
         return _same_maths(items[0], others[0])
     if (kind, len(items)) != (a_kind, len(others)):  # at best an inequality and its interval
-        relation = items and others and re.search(r"[<>]|\\[lgn]e", gold + answer)
+        relation = items and others and re.search(r"[<>]|\\([lgn]e|mathbb)", gold + answer)
         return relation and _same_maths(gold, answer)
     for item in items:  # in order, or in any order where there are no brackets
         match = next((other for other in others[: 1 if kind else None] if _same(item, other)), None)
@@ -294,13 +264,77 @@ def _same(gold, answer):
     return bool(items)
 
 
-def _work():
-    """A worker: answers lines of [gold, answer, seconds] with true, false or null (it raised)."""
-    import math_verify  # noqa: F401  fails here, for all to see, where it is not installed
+# ---- the verdict ---------------------------------------------------------------------------------
+# A worker is a plain process on pipes. multiprocessing (and so Pebble) would fork a parent that
+# holds torch's threads and a GPU, or import its main script, and torch with it, once more.
+_started, _idle = set(), queue.LifoQueue()
+_idle.queue += [None] * 4  # so many workers at most, of which none is yet started
 
-    reply = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no verdict
-    logging.disable()
+
+@functools.lru_cache(maxsize=4096)  # the completions of a group often share an answer
+def _ask(gold, answer):
+    """The worker's verdict; None where math-verify raised, "timeout" where it took too long."""
+    worker, questions, reply = _idle.get(), [(gold, answer, TIME_LIMIT)], ""
+    try:
+        if worker is None or worker.poll() is not None:
+            args = {"stdin": PIPE, "stdout": PIPE, "text": True, "start_new_session": True}
+            worker = Popen([sys.executable, __file__], **args)  # in its session Ctrl-C misses it
+            _started.add(worker)
+            questions.insert(0, ("x+1", "1+x", 60))  # takes the time of the imports
+        for question in questions:
+            reply, timer = "", threading.Timer(question[2], worker.kill)
+            timer.daemon = True
+            timer.start()
+            print(json.dumps(question), file=worker.stdin, flush=True)
+            reply = worker.stdout.readline()  # "" where the worker died
+            timer.cancel()
+        return "timeout" if not reply and worker.wait() == -9 else json.loads(reply)
+    finally:
+        if worker and not reply:  # also after Ctrl-C: what owes a reply is of no use
+            worker.kill()
+            worker.wait()
+            _started.discard(worker)
+        _idle.put(worker)
+
+
+def correct(text, gold):
+    """Is the final answer of the completion `text` equal to `gold`? Any thread may ask.
+
+    Exact comparison of the normal forms; what that leaves open goes to math-verify, gold first and
+    boxed, in a worker with limits of time and memory. Never raises, takes two seconds at most; what
+    is too slow or fails there is refused and counted in `counts`.
+    """
+    try:
+        answer = extract(text)
+        if answer is None or not isinstance(gold, str) or max(len(answer), len(gold)) > MAX_LENGTH:
+            return False
+        (a, a_unit), (g, g_unit) = _parse(answer), _parse(gold)
+        if not re.search(r"\w", a) or not g or (a_unit and g_unit and a_unit != g_unit):
+            return False
+        x, y = _number(a), _number(g)
+        if x is not None and y is not None:
+            return x == y or x * (100 if g_unit == "%" else 1) == y * (100 if a_unit == "%" else 1)
+        option = re.match(r"\(([A-H])\)(?!.*\b[A-H]\b)|([A-H])[.:)](?!.*\b[A-H]\b)", a)
+        verdict = a == g or bool(option and g in option.groups()) or _ask(g, a)
+    except Exception:
+        verdict = None
+    if not isinstance(verdict, bool):
+        counts["checker_timeout" if verdict else "checker_error"] += 1
+    return verdict is True
+
+
+@atexit.register
+def close():
+    """End the workers; the next check starts one again."""
+    while _started:
+        (worker := _started.pop()).kill()
+        worker.wait()
+
+
+if __name__ == "__main__":  # a worker: [gold, answer, seconds] in; true, false, null (raised) out
+    import math_verify  # noqa: F401  fails here, in sight, where it is not installed
+
+    reply, sys.stdout, sys.stderr = sys.stdout, None, None  # what a library prints is no verdict
     if sys.platform == "linux":
         import resource
 
@@ -314,84 +348,3 @@ def _work():
             verdict = None
         print(json.dumps(verdict), file=reply, flush=True)
         getattr(signal, "alarm", id)(0)
-
-
-# ---- the verdict ---------------------------------------------------------------------------------
-# A worker is a plain process on pipes. multiprocessing (and so Pebble) would fork a parent that holds
-# torch's threads and a GPU, or import the parent's main script, and torch with it, once more.
-_idle = queue.LifoQueue()  # workers; None stands for one that is not yet started
-_idle.queue += [None] * WORKERS
-_started = set()
-
-
-@functools.lru_cache(maxsize=4096)  # the completions of a group often share an answer
-def _ask(gold, answer):
-    """The worker's verdict; None where math-verify raised, "timeout" where it took too long."""
-    worker, questions = _idle.get(), [(gold, answer, TIME_LIMIT)]
-    try:
-        if worker is None or worker.poll() is not None:
-            # In a session of its own, so that Ctrl-C does not hit it.
-            pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            command = [sys.executable, os.path.abspath(__file__)]
-            worker = subprocess.Popen(command, **pipes, start_new_session=True)
-            _started.add(worker)
-            questions.insert(0, ("x+1", "1+x", 60))  # takes the time of the imports
-        for question in questions:
-            start, timer = time.monotonic(), threading.Timer(question[2], worker.kill)
-            timer.daemon = True
-            timer.start()
-            print(json.dumps(question), file=worker.stdin, flush=True)
-            reply = worker.stdout.readline()
-            timer.cancel()
-        late = time.monotonic() - start > TIME_LIMIT
-        return "timeout" if late else json.loads(reply)  # raises where the worker died
-    except BaseException:  # also Ctrl-C: a worker that still owes a reply is of no use
-        late = True
-        raise
-    finally:
-        if late and worker:
-            worker.kill()
-            worker.wait()
-        _idle.put(worker)
-
-
-def correct(text, gold):
-    """Is the final answer of the completion `text` equal to `gold`? Any thread may ask.
-
-    Exact comparison of the normal forms first; what that leaves open goes to math-verify, gold first
-    and boxed (github.com/huggingface/Math-Verify), in a worker with limits of time and memory. Never
-    raises, takes two seconds at most; what is too slow or fails is refused and counted in `counts`.
-    """
-    try:
-        answer = extract(text)
-        if answer is None or not isinstance(gold, str) or max(len(answer), len(gold)) > MAX_LENGTH:
-            return False
-        (a, a_unit), (g, g_unit) = _parse(answer), _parse(gold)
-        if not re.search(r"\w", a) or not g or (a_unit and g_unit and a_unit != g_unit):
-            return False
-        x, y = _number(a), _number(g)
-        if x is not None and y is not None:
-            percent = a_unit != g_unit and "%" in (a_unit, g_unit)
-            return x == y or percent and x * (100 if g_unit else 1) == y * (100 if a_unit else 1)
-        option = re.match(r"\(([A-H])\)(?!.*\b[A-H]\b)|([A-H])[.:)](?!.*\b[A-H]\b)", a)
-        if a == g or option and g in option.groups():
-            return True
-        verdict = _ask(g, a)
-    except Exception:
-        verdict = None
-    if not isinstance(verdict, bool):
-        counts["checker_timeout" if verdict else "checker_error"] += 1
-    return verdict is True
-
-
-@atexit.register
-def close():
-    """End the workers; the next check starts one again."""
-    while _started:
-        worker = _started.pop()
-        worker.kill()
-        worker.wait()
-
-
-if __name__ == "__main__":
-    _work()

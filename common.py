@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import logging
 import math
 import os
 import random
@@ -14,6 +15,7 @@ import shutil
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 
 # Before vLLM is imported: its CPU backend runs torch on one thread unless OMP_NUM_THREADS is set.
@@ -22,6 +24,7 @@ for _name, _value in {
         "OMP_NUM_THREADS": max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1))),
         "VLLM_ENABLE_V1_MULTIPROCESSING": 0,  # the engine lives in this process
         "VLLM_CPU_KVCACHE_SPACE": 2,  # GiB
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" wants a NUMA node for each rank
         "VLLM_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}.items():
     os.environ.setdefault(_name, str(_value))
 
@@ -168,7 +171,7 @@ class Run:
     """Where the run stands, this process's place among the ranks, and the sums of the step."""
 
     STATE = ("step", "position", "num_tokens", "num_completions", "bad_gradients",
-             "skipped_updates", "baseline", "counts")  # what a checkpoint keeps
+             "skipped_updates", "baseline", "flat", "totals")  # what a checkpoint keeps
 
     def __init__(self, args, parts: list[str], script: str):
         self.parts, self.script = parts, Path(script).stem
@@ -180,7 +183,9 @@ class Run:
         self.bad_gradients = self.skipped_updates = 0
         self.baseline = None  # sampler difference in the first step: what a fresh sync looks like
         self.signalled = self.stopping = False  # by Ctrl-C: here, on any rank
-        self.counts = collections.Counter()  # what was dropped or failed, by name
+        self.counts = collections.Counter()  # what this rank dropped or saw fail, by name
+        self.totals = collections.Counter()  # the same over all ranks
+        self.flat = 0  # steps in a row without a useful group
         self.output_dir = Path(args.resume or args.output_dir
                                or f"runs/{self.script}-{time.strftime('%Y%m%d-%H%M%S')}")
 
@@ -270,6 +275,10 @@ def start(args, rewards: list, script: str, more_parts: tuple[str, ...] = ()) ->
     except OSError as error:
         raise RunError(f"--output-dir {run.output_dir}: can't write there ({error.strerror}); "
                        "choose another folder") from None
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning)  # vLLM's, of old torch names
     if run.device.type == "cuda":
         torch.cuda.set_device(run.device)
     if run.world > 1 and not dist.is_initialized():
@@ -375,7 +384,7 @@ def prepare(rows: list[dict], tokenizer, args, run: Run, kind: str = "training")
     usable = [{**row, "prompt_ids": list(prompt)} for row, prompt in zip(kept, ids)
               if 0 < len(prompt) <= args.max_prompt_tokens]
     dropped["prompt_too_long"] = len(kept) - len(usable)
-    if kind == "training":
+    if kind == "training" and run.rank == 0:
         run.counts.update({f"data/{reason}": count for reason, count in dropped.items() if count})
     why = ", ".join(f"{count} × {reason}" for reason, count in (+dropped).items())
     run.print(f"data: {len(usable)} {kind} rows from {args.dataset}; dropped: {why or 'none'}")
@@ -649,6 +658,7 @@ class VllmSampler:
     """vLLM in this process: token ids in; token ids and log-probs as sampled out."""
 
     def __init__(self, args, run: Run, path: str, stops: list[int]):
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # it complains while it is imported
         import vllm
 
         self.vllm, self.run, self.stops, self.name = vllm, run, stops, f"vLLM {vllm.__version__}"
@@ -658,7 +668,7 @@ class VllmSampler:
         self.llm = vllm.LLM(
             model=path, skip_tokenizer_init=True, dtype=run.dtype, generation_config="vllm",
             max_model_len=args.max_prompt_tokens + args.max_completion_tokens,
-            logprobs_mode="processed_logprobs", enable_prefix_caching=True,
+            logprobs_mode="processed_logprobs", enable_prefix_caching=True, use_tqdm_on_load=False,
             gpu_memory_utilization=args.vllm_memory_share, **options)
 
     def generate(self, prompt_ids, n: int, seeds, temperature: float, max_tokens: int):
@@ -893,12 +903,16 @@ def rollout_metrics(groups, minibatches, rewards, adv, args, run: Run) -> dict:
         "lengths": [len(s.completion_ids) for s in samples], "cut": [s.truncated for s in samples],
         "correct": [s.correct for s in samples],
         "distinct": [len({tuple(s.completion_ids) for s in g}) / len(g) for g in groups],
-        "sums": run.sums, "counts": run.counts + answers.counts})
+        "sums": run.sums, "counts": run.counts,
+        "checks": {f"reward/{name}": count for name, count in answers.counts.items()}})
+    run.counts, answers.counts = collections.Counter(), collections.Counter()
     lengths, cut, right, distinct = (
         torch.tensor([float(value) for rank in ranks for value in rank[name]])
         for name in ("lengths", "cut", "correct", "distinct"))
-    sums, counts = (sum((collections.Counter(rank[name]) for rank in ranks), collections.Counter())
-                    for name in ("sums", "counts"))
+    sums = sum((rank["sums"] for rank in ranks), collections.Counter())
+    for rank in ranks:
+        run.totals.update(rank["counts"])
+        run.totals.update(rank["checks"])
     loss = sum(rank["sums"]["loss"] for rank in ranks)  # Counter addition drops what isn't positive
     tokens, updates = max(1.0, lengths.sum().item()), max(1, run.sums["updates"])
     run.num_tokens += sums["num_tokens"]
@@ -927,7 +941,7 @@ def rollout_metrics(groups, minibatches, rewards, adv, args, run: Run) -> dict:
         metrics["kl"] = sums["kl"] / tokens / args.num_iterations
     metrics = {k: v.item() if torch.is_tensor(v) else v for k, v in metrics.items()}
     run.times["time/step"] = time.perf_counter() - run.started
-    return metrics | counts | run.extra | run.times
+    return metrics | run.totals | run.extra | run.times
 
 
 def check_health(metrics: dict, args, run: Run, log) -> None:
@@ -941,8 +955,9 @@ def check_health(metrics: dict, args, run: Run, log) -> None:
              "--tis-cap 2, and try --sampler hf to see whether the engine is at fault")
     log.warn(metrics["completions/clipped_ratio"] >= 0.9, "nearly all completions were cut off, so "
              f"they can't be right: raise --max-completion-tokens {args.max_completion_tokens}")
-    log.warn(metrics["useful_groups"] == 0, "no group has both better and worse answers, so nothing"
-             " is learned. All wrong: easier data or a larger --group-size. All right: harder data")
+    run.flat = 0 if metrics["useful_groups"] else run.flat + 1
+    log.warn(run.flat >= 3, "for three steps no group had both better and worse answers: nothing "
+             "is learned. All wrong: easier data, a larger --group-size. All right: harder data")
     log.warn(metrics.get("rewards/format/mean") == 0, "format hit rate 0%: no completion holds "
              "\\boxed{…}: ask for it with --instruction")
     log.warn(any(name.startswith("reward/") for name in metrics), "some rewards failed and paid 0: "
@@ -1007,11 +1022,12 @@ class Log:
             file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def note(self, text: str) -> None:
-        self.bar.write(text, file=sys.stderr)
+        if self.run.rank == 0:
+            self.bar.write(text, file=sys.stderr)
 
     def warn(self, bad: bool, text: str) -> None:
         """Say it once a run."""
-        if bad and text[:25] not in self.warned and self.run.rank == 0:
+        if bad and text[:25] not in self.warned:
             self.warned.add(text[:25])
             self.note(f"warning: step {self.run.step}: {text}")
 
@@ -1119,6 +1135,7 @@ def resume(args, run: Run, policy, optimizer) -> None:
     dcp.set_optimizer_state_dict(policy, optimizer, state["optimizer"],
                                  options=dcp.StateDictOptions(full_state_dict=True))
     vars(run).update(state["run"])
+    run.counts.clear()  # data/…: counted before the break already
     python, cpu = state["rng"][run.rank % len(state["rng"])]
     random.setstate(python)
     torch.set_rng_state(cpu)

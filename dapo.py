@@ -1,21 +1,20 @@
 """DAPO, Decoupled Clip and Dynamic sAmpling Policy Optimization: arXiv 2503.14476 (2025).
 
-A symmetric clip keeps rare tokens rare: raise its upper bound. A group all right or all wrong
-teaches nothing: sample until the batch is full of others. A mean per answer mutes long answers:
-average over all tokens. To be cut off is not to be wrong: punish length softly before the limit.
+A symmetric clip keeps rare tokens rare: raise its upper bound. Groups all right or all wrong teach
+nothing: sample until the batch is full of others. A mean per answer mutes long ones: average over
+all tokens. Length is punished softly before the limit, and not only by being cut off.
 
-    r_i  = ±1 for right or wrong + min(0, max(−1, ((L_max − L_cache) − |o_i|) / L_cache))
+    r_i  = 2 if right, else 0, + min(0, max(−1, ((L_max − L_cache) − |o_i|) / L_cache))
     loss = −1/Σ|o_i| Σ_i Σ_t min(ρ_it A_i, clip(ρ_it, 1−ε_low, 1+ε_high) A_i)
 
 Differs from grpo.py in
 - clip_high 0.28; no KL
 - token_weights: mean over all tokens of the step
-- sample_until_full: refills the batch with groups that are neither all right nor all wrong
-- overlong_punishment: one more reward part; weights 2 and 1 are the paper's ±1 and its punishment
-- options, off: mask cut-off answers; resample duplicates (an addition of others, not the paper's)
+- sample_until_full: dynamic sampling
+- overlong_punishment: one more reward part; 2 or 0 gives the advantages of the paper's ±1
 
     python dapo.py
-    python dapo.py gsm8k --group-size 16
+    python dapo.py gsm8k
 """
 from dataclasses import dataclass
 
@@ -116,7 +115,7 @@ class Args:
     overlong_filter: bool = False
     """leave cut-off completions out of the loss"""
     no_repeat: bool = False
-    """resample what the group has already, twice at most; what is still double leaves the loss"""
+    """not the paper's: resample duplicates in a group, twice at most, then mask them"""
 
 
 PRESETS = {"tiny": Args(), "gsm8k": Args(
@@ -153,62 +152,61 @@ def token_loss(logp, old_logp, adv, mask, args):
 
 def overlong_punishment(length, args):
     """0 up to L_max − L_cache tokens, then falling to −1 at L_max. Eq. 13"""
-    if not args.overlong_cache:
-        return 0.0
-    free = args.max_completion_tokens - args.overlong_cache
-    return max(-1.0, min(0.0, (free - length) / args.overlong_cache))
+    over = length - (args.max_completion_tokens - args.overlong_cache)
+    return -min(1.0, max(0, over) / args.overlong_cache) if args.overlong_cache else 0.0
 
 
 def repeated(group):
-    """The samples whose very tokens stand earlier in the group."""
+    """The places of the samples whose very tokens stand earlier in the group."""
     ids = [sample.completion_ids for sample in group]
-    return [sample for i, sample in enumerate(group) if sample.completion_ids in ids[:i]]
+    return [i for i in range(len(ids)) if ids[i] in ids[:i]]
 
 
-def sample_until_full(sampler, tokenizer, train, reward_model, args, run):
+def sample_until_full(sampler, tokenizer, train, reward_model, args, run, log):
     """Dynamic sampling, eq. 11: -> prompts_per_step groups, over all ranks, with both right and
-    wrong answers, by correctness and not by reward. Fewer when the rounds run out."""
+    wrong answers, by correctness and not by reward. Fewer, with a warning, when rounds run out."""
     for _ in range(args.max_empty_steps):
-        kept, asked, punished, duplicates = [], 0, 0, 0
+        kept, punished, duplicates = [], 0, 0
         for rounds in range(1, args.max_gen_batches + 1):
             rows = common.next_rows(train, args, run)
             groups = common.sample_groups(sampler, tokenizer, rows, args, run)
             for again in ("again", "and again") if args.no_repeat else ():
+                having = [group for group in groups if repeated(group)]
+                rows = [group[0].row for group in having]
                 fresh = common.sample_groups(sampler, tokenizer, rows, args, run, again)
-                for group, more in zip(groups, fresh):
-                    for old, new in zip(repeated(group), more):
-                        group[group.index(old)] = new
+                for group, more in zip(having, fresh):
+                    for i, new in zip(repeated(group), more):
+                        group[i] = new
             run.lap("sample")
             common.score(groups, REWARDS, reward_model, run)
             run.lap("score")
             for group in groups:
-                copies = repeated(group) if args.no_repeat else []
+                copies = repeated(group)
                 duplicates += len(copies)
-                for s in group:
+                for i, s in enumerate(group):
                     s.rewards.append(overlong_punishment(len(s.completion_ids), args))
-                    s.in_loss = not (args.overlong_filter and s.truncated or s in copies)
                     punished += s.rewards[-1] < 0
-            asked += len(groups)
-            kept += [group for group in groups if 0 < sum(s.correct for s in group) < len(group)]
+                    s.in_loss = not (args.overlong_filter and s.truncated
+                                     or args.no_repeat and i in copies)
+            kept += [group for group in groups if len({s.correct for s in group}) == 2]
             run.counts["dapo/generations"] += run.rank == 0
-            total = sum(run.gather_objects(len(kept)))
-            if total >= args.prompts_per_step:
+            places = sum(run.gather_objects([group[0].row["position"] for group in kept]), [])
+            if len(places) >= args.prompts_per_step:
                 break
-        if total:
+        if places:
             break
         run.counts["dapo/empty_steps"] += run.rank == 0
     else:
-        raise common.RunError(
-            f"step {run.step + 1}: nothing to learn from: in {args.max_empty_steps} × "
-            f"{args.max_gen_batches} rounds no group had both right and wrong answers. Take easier "
-            f"or harder data, or a larger --group-size than {args.group_size}")
-    places = sum(run.gather_objects([group[0].row["position"] for group in kept]), [])
+        raise common.RunError("nothing to learn from: no group had both right and wrong answers in "
+                              f"{args.max_empty_steps * rounds} rounds; take easier or harder data")
     last = sorted(places)[:args.prompts_per_step][-1]  # the surplus is dropped
-    asked, punished, duplicates = (sum(counts) for counts in zip(
-        *run.gather_objects((asked, punished, duplicates))))
+    punished, duplicates = map(sum, zip(*run.gather_objects((punished, duplicates))))
+    asked, total = rounds * args.prompts_per_step, len(places)
     run.extra = {"dapo/rounds": rounds, "dapo/groups_asked": asked, "dapo/groups_kept": total,
                  "dapo/share_kept": total / asked, "dapo/duplicates": duplicates,
                  "dapo/punished_share": punished / asked / args.group_size}
+    log.warn(total < args.prompts_per_step, f"smaller batch: {rounds} rounds gave {total} groups "
+             f"with both right and wrong answers, not {args.prompts_per_step}")
     return [group for group in kept if group[0].row["position"] <= last]
 
 
@@ -216,7 +214,7 @@ def sample_until_full(sampler, tokenizer, train, reward_model, args, run):
 def main(args: Args) -> None:
     # ---- set up: what can be wrong is found before anything slow
     if not 0 <= args.overlong_cache <= args.max_completion_tokens:
-        raise common.RunError(f"--overlong-cache {args.overlong_cache}: must lie between 0 and "
+        raise common.RunError(f"--overlong-cache {args.overlong_cache}: give 0 up to "
                               f"--max-completion-tokens {args.max_completion_tokens}")
     run = common.start(args, REWARDS, __file__, more_parts=("overlong",))
     tokenizer, train, test = common.load_data(args, run)
@@ -235,7 +233,7 @@ def main(args: Args) -> None:
             run.start_step()
 
             # ---- sample and score, until the batch is full
-            groups = sample_until_full(sampler, tokenizer, train, reward_model, args, run)
+            groups = sample_until_full(sampler, tokenizer, train, reward_model, args, run, log)
 
             # ---- advantages: once per rollout, on the rewards of all ranks
             rewards, mine = common.gather_rewards(groups, args, run)  # [prompts, group, parts]

@@ -12,7 +12,7 @@ Differs from grpo.py in
 - no KL; the paper's AdamW β2
 
     python dr_grpo.py
-    python dr_grpo.py gsm8k --group-size 16
+    python dr_grpo.py gsm8k
 """
 from dataclasses import dataclass
 

@@ -12,7 +12,7 @@ Differs from grpo.py in
 - conditioned: an option of the paper, by which an easy reward counts only where the first does
 
     python gdpo.py
-    python gdpo.py gsm8k --group-size 16
+    python gdpo.py gsm8k
 """
 from dataclasses import dataclass
 
@@ -127,7 +127,7 @@ def advantages(rewards, args):
     adv = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)  # n − 1
     parts = zip(args.reward_weights, torch.where(useful, adv, 0.0).unbind(-1), strict=True)
     adv = sum(weight * part for weight, part in parts)  # [prompts, group]
-    adv = (adv - adv.mean()) / (adv.std() + 1e-4)  # over the batch: scale is the same at every step
+    adv = (adv - adv.mean()) / (adv.std() + 1e-4)  # over the batch, useless groups included
     return torch.where(useful.any(-1), adv, 0.0)  # a group is useless only if all its parts are
 
 

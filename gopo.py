@@ -9,10 +9,10 @@ Differs from grpo.py in
 - advantages: from −s to s by rank, no mean and no std
 - token_weights: mean over all tokens of the step, as the paper's code has it
 - rank_scale: the range s, 2 in the paper
-- REWARDS: a graded one, for with only right and wrong ranks say no more than A = r − mean(r)
+- REWARDS: with a graded one; of only right and wrong, ranks say no more than r − mean(r)
 
     python gopo.py
-    python gopo.py gsm8k --group-size 16
+    python gopo.py gsm8k
 """
 from dataclasses import dataclass
 

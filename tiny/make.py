@@ -152,27 +152,21 @@ def draw_batch(tokenizer, rng, held_out, crowd, size):
     return ids, labels
 
 
-def imitate(model, tokenizer, held_out, args):
-    rng = random.Random(f"imitate {args.seed}")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
-    steps = args.school_steps + args.crowd_steps
-    model.train()
-    bar = tqdm(range(steps), desc="school", dynamic_ncols=True)
+def imitate(model, tokenizer, rng, held_out, crowd, steps, size, learning_rate, name):
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
+    bar = tqdm(range(steps), desc=name, dynamic_ncols=True)
     for step in bar:
-        crowd = {worker: 1.0} if step < args.school_steps else CROWD
-        bar.set_description("school" if step < args.school_steps else "crowd")
-        ids, labels = draw_batch(tokenizer, rng, held_out, crowd, args.batch_size)
+        ids, labels = draw_batch(tokenizer, rng, held_out, crowd, size)
         # Padding stands on the right, where causal attention from an answer can't see it: no mask is needed.
         logits = model(input_ids=ids[:, :-1]).logits  # [size, tokens - 1, vocab]
         loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-        for group in optimizer.param_groups:  # warm up for 50 steps, then down to 0 in a straight line
-            group["lr"] = args.learning_rate * min(1.0, (step + 1) / 50, (steps - step) / (0.5 * steps))
+        for group in optimizer.param_groups:  # warm up for 50 steps; down to 0 over the second half
+            group["lr"] = learning_rate * min(1.0, (step + 1) / 50, (steps - step) / (0.5 * steps))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         bar.set_postfix(loss=f"{loss.item():.4f}")
-    model.eval()
 
 
 def main():

@@ -25,7 +25,7 @@ from fractions import Fraction
 from subprocess import PIPE, Popen
 
 MAX_LENGTH = 4000  # characters of an answer; a longer one is refused
-TIME_LIMIT = 1.0  # seconds for one check by math-verify
+TIME_LIMIT = 1.5  # seconds for one check by math-verify
 MEMORY_LIMIT = 1 << 30  # bytes of address space of a worker, which needs about 80 MB
 counts = Counter()  # "checker_timeout", "checker_error": answers refused for that reason so far
 
@@ -280,7 +280,7 @@ def _ask(gold, answer):
             args = {"stdin": PIPE, "stdout": PIPE, "text": True, "start_new_session": True}
             worker = Popen([sys.executable, __file__], **args)  # in its session Ctrl-C misses it
             _started.add(worker)
-            questions.insert(0, ("x+1", "1+x", 60))  # takes the time of the imports
+            questions.insert(0, ("x^2-1", "(x-1)(x+1)", 60))  # imports and warms up
         for question in questions:
             reply, timer = "", threading.Timer(question[2], worker.kill)
             timer.daemon = True

@@ -460,8 +460,8 @@ def token_logprobs(model, micro, temperature: float):
 
     device = micro.input_ids.device.type
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-        hidden = model.base_model(input_ids=micro.input_ids, attention_mask=micro.attention_mask,
-                                  use_cache=False).last_hidden_state  # [sequences, length, hidden]
+        # No attention mask: padding is on the right, where causal attention doesn't look.
+        hidden = model.base_model(input_ids=micro.input_ids, use_cache=False).last_hidden_state
         size = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
         chunks = [checkpoint(of_chunk, h, t, use_reentrant=False) for h, t in
                   zip(hidden[micro.predicts].split(size), micro.targets.split(size))]
@@ -522,7 +522,6 @@ class Sample:
 class Micro:
     """A micro-batch, padded on the right; [sequences, tokens] is over completion tokens."""
     input_ids: torch.Tensor  # [sequences, length]
-    attention_mask: torch.Tensor  # [sequences, length]
     predicts: tuple  # (sequence, place) of the hidden state that predicts each completion token …
     targets: torch.Tensor  # [completion tokens] … and that token
     sampled: torch.Tensor  # [sequences, tokens] True on completion tokens
@@ -548,8 +547,7 @@ def pack(samples: list[Sample], args, run: Run) -> Micro:
     place = torch.tensor([len(s.prompt_ids) for s in samples], device=run.device)[row] + token
     adv, in_loss = (torch.tensor(values, dtype=torch.float32, device=run.device) for values in
                     ([s.advantage for s in samples], [s.in_loss for s in samples]))
-    return Micro(ids, pad([[1] * len(s) for s in samples], torch.long), (row, place - 1),
-                 ids[row, place], sampled, sampled * in_loss[:, None], adv,
+    return Micro(ids, (row, place - 1), ids[row, place], sampled, sampled * in_loss[:, None], adv,
                  pad([s.sampler_logp for s in samples], torch.float32), len(samples),
                  any(learns(s, args) for s in samples))
 

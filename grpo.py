@@ -48,7 +48,7 @@ class Args:
     """optimizer steps per pass over a rollout"""
     num_iterations: int = 1
     """μ, passes over each rollout"""
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: int = 2048
     """padded tokens per forward and backward pass of a rank; bounds memory, not the result"""
     learning_rate: float = 1e-4
     """of AdamW on fp32 weights: 1e-4 suits the tiny model, 1e-6 one of half a billion or more"""
@@ -107,7 +107,7 @@ PRESETS = {"tiny": Args(), "gsm8k": Args(
     instruction="\nThink step by step, and put the final answer in \\boxed{}.",
     group_size=8, prompts_per_step=16, num_steps=934,  # 2 passes over the 7473 problems
     learning_rate=1e-6, max_grad_norm=0.5, max_prompt_tokens=512, max_completion_tokens=2048,
-    eval_every=100, save_every=100)}
+    micro_batch_tokens=16384, eval_every=100, save_every=100)}
 REWARDS = [correct, format]
 
 

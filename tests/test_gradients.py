@@ -100,6 +100,9 @@ def drive(monkeypatch, name, args, groups, reference=None, policy=None):
         def write(self, step, metrics, groups=()):
             updates.metrics = metrics
 
+        def warn(self, bad, text):
+            assert not bad, text
+
     def load_model(args, run, frozen=False):
         model = reference if frozen else policy
         if model is None or isinstance(model, str):
@@ -331,6 +334,20 @@ def test_what_does_not_learn_is_packed_apart(models):
     assert sum(m.num_sequences for m in micros if not m.learns) == len(groups[1])
     with_kl, = common.minibatches(groups, replace(args, kl_coef=0.1), common.Run(args, [], "x.py"))
     assert all(m.learns for m in with_kl)
+
+
+def test_micro_batches_keep_to_the_budget(models):
+    """Padded tokens; every sample once; the longest together."""
+    args = options("grpo", models)
+    samples = [sample for group in make_groups(args, 2, prompts=12) for sample in group]
+    run = common.Run(args, [], "x.py")
+    for budget in (max(map(len, samples)), 40, 100, 10**6):
+        micros = common.micro_batches(samples, replace(args, micro_batch_tokens=budget), run)
+        assert sum(micro.num_sequences for micro in micros) == len(samples)
+        assert all(micro.input_ids.numel() <= budget for micro in micros)
+        widths = [micro.input_ids.shape[1] for micro in micros]
+        assert widths == sorted(widths, reverse=True)
+    assert len(micros) == 1
 
 
 @every_script

@@ -417,6 +417,5 @@ def test_repeated_finds_all_but_the_first():
     """By token ids: texts that only look alike are different samples."""
     group = [common.Sample([1], ids, [0.0] * len(ids)) for ids in (
         [5, 6], [5], [5, 6], [6, 5], [5], [5, 6])]
-    repeated = load("dapo").repeated(group)
-    assert [id(sample) for sample in repeated] == [id(group[i]) for i in (2, 4, 5)]
+    assert load("dapo").repeated(group) == [2, 4, 5]
     assert load("dapo").repeated(group[:2]) == []

@@ -102,7 +102,7 @@ def check_args(args, parts: list[str], world: int) -> None:
         need(getattr(args, name) >= 0, name, "must not be negative")
     for name in ("learning_rate", "max_grad_norm"):
         need(getattr(args, name) > 0, name, "must be above 0")
-    need(args.clip_low < 1, "clip_low", "must be under 1; 0.2 is usual")
+    need(args.clip_low <= 1, "clip_low", "must be at most 1; 0.2 is usual")
     need(0 < args.vllm_memory_share < 1, "vllm_memory_share", "must be between 0 and 1")
     need(args.temperature >= 0.05, "temperature", "training needs at least 0.05, 1.0 is usual: "
          "greedily a group is one answer G times (evaluation is greedy anyway)")
@@ -1056,8 +1056,8 @@ def draw_curves(folder: Path) -> None:
             points = [(row["step"], row[name]) for row in rows if name in row]
             if points:
                 axis.plot(*zip(*points), style, label=name)
+                axis.legend()
         axis.set(xlabel="step", title=key)
-        axis.legend()
     figure.savefig(folder / "curves.png", dpi=110)
 
 

@@ -43,7 +43,7 @@ def refusal(tmp_path, script=grpo, **options):
     ("temperature", 0.0, "greedily"),  # J6
     ("micro_batch_tokens", 100, "must hold"),
     ("learning_rate", -1.0, "above 0"),
-    ("clip_low", 1.0, "under 1"),
+    ("clip_low", 1.5, "at most 1"),
     ("kl_coef", -0.1, "negative"),
     ("reward_weights", (1.0,), "one weight for each"),
     ("sampler", "sglang", "vllm or hf"),

@@ -120,10 +120,11 @@ def test_gdpo_one_part_constant():
     parts = [[[1, 1], [0, 1], [0, 1]], [[1, 0], [0, 0], [1, 0]]]
     torch.testing.assert_close(advantages_of_parts("gdpo", parts, (1.0, 0.5)),
                                advantages("gdpo", [[1, 0, 0], [1, 0, 1]]))
-    # 0.1 has no exact fp32 mean over a group of 3: what rounding leaves must not be scaled up.
-    parts = [[[1, .1], [0, .1], [0, .1]], [[1, .1], [0, .1], [1, .1]]]
-    assert torch.equal(advantages_of_parts("gdpo", parts, (1.0, 0.5)),
-                       advantages_of_parts("gdpo", parts, (1.0, 0.0)))
+    # What rounding leaves of r − mean, the std + 1e-4 must not scale up: exactly nothing is left.
+    for value in (.1, .3, .7, 12.3, 1e5 / 3):
+        parts = [[[1, value], [0, value], [0, value]], [[1, value], [0, value], [1, value]]]
+        assert torch.equal(advantages_of_parts("gdpo", parts, (1.0, 0.5)),
+                           advantages_of_parts("gdpo", parts, (1.0, 0.0)))
 
 
 def test_gdpo_with_one_reward_is_grpo_divided_by_the_batch_std():
@@ -332,6 +333,8 @@ def test_clipped_loss_by_hand(name):
     loss, gradient = token_loss(name, [1.5, 0.5, 1.1, 0.9], -2)
     same(loss, [3.0, 1.6, 2.2, 1.8])
     same(gradient, [3.0, 0, 2.2, 1.8])
+    same(token_loss(name, [1.5, 0.5], 1, clip_low=.1, clip_high=.3)[0], [-1.3, -0.5])
+    same(token_loss(name, [1.5, 0.5], -1, clip_low=.1, clip_high=.3)[0], [1.5, 0.9])
 
 
 def test_dapo_clip_higher():

@@ -25,7 +25,7 @@ from fractions import Fraction
 from subprocess import PIPE, Popen
 
 MAX_LENGTH = 4000  # characters of an answer; a longer one is refused
-TIME_LIMIT = 1.5  # seconds for one check by math-verify
+TIME_LIMIT = 1.2  # seconds for one check by math-verify
 MEMORY_LIMIT = 1 << 30  # bytes of address space of a worker, which needs about 80 MB
 counts = Counter()  # "checker_timeout", "checker_error": answers refused for that reason so far
 
@@ -162,7 +162,7 @@ def _parse(answer):
         for pattern, replacement in _RULES:
             text = re.sub(pattern, replacement, text)
         whole = rest = re.sub(r"^([+-]?)(?:US)?([$€£¥])(.+)$", r"\1\3\2", text)  # $5 -> 5$
-        while (m := _UNIT.search(rest, max(0, len(rest) - 30))) and len(whole) < len(rest) + 60:
+        while m := _UNIT.search(rest, max(0, len(rest) - 30)):
             rest = rest[: m.start()].rstrip()
         value = re.sub(r"^[A-Za-z]=|\\[A-Za-z]+", "", rest)
         if re.search(r"\d", value) and not re.search(r"[A-Za-z]|[-+*/=<>,]$", value):
@@ -300,9 +300,9 @@ def _ask(gold, answer):
 def correct(text, gold):
     """Is the final answer of the completion `text` equal to `gold`? Any thread may ask.
 
-    Exact comparison of the normal forms; what that leaves open goes to math-verify, gold first and
-    boxed, in a worker with limits of time and memory. Never raises, takes two seconds at most; what
-    is too slow or fails there is refused and counted in `counts`.
+    Exact comparison of the normal forms; what that leaves open goes to math-verify (a library from
+    github.com/huggingface), gold first and boxed, in a worker with limits of time and memory. Never
+    raises, takes two seconds at most; what is too slow or fails is refused, counted in `counts`.
     """
     try:
         answer = extract(text)

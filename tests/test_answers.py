@@ -280,6 +280,7 @@ def test_A2_A5_a_bare_gold_is_boxed_before_it_is_parsed():
 def test_A4_gold_goes_first(stub, tmp_path):
     stub(f"""
         def verify(gold, answer, *args, **kwargs):
+            print("false")  # what a library prints is no verdict
             open({str(tmp_path / "order")!r}, "a").write(f"{{gold}}|{{answer}}\\n")
             return True
     """)
@@ -303,6 +304,8 @@ def test_A14_a_checker_that_raises_is_a_counted_no(stub):
     assert answers.counts == {"checker_error": 1}
     assert correct(boxed("x+3"), "x+4") is False  # remembered, and counted again
     assert answers.counts == {"checker_error": 2}
+    (worker,) = answers._started
+    assert worker.poll() is None  # it need not be started anew for that
     assert correct(boxed("3"), "3")
 
 
@@ -450,11 +453,11 @@ def test_I1_every_answer_takes_bounded_time(answer):
     ],
 )
 def test_extraction_is_linear(unit):
-    text = unit * (1_000_000 // len(unit))  # a second on an idle machine; quadratic takes minutes
+    text = unit * (300_000 // len(unit))  # 0.2 s on an idle machine; quadratic takes minutes
     for whole in (text, boxed(text), "The answer is " + text):
         start = time.monotonic()
         correct(whole, "16"), format_ok(whole)
-        assert time.monotonic() - start < 6
+        assert time.monotonic() - start < 4
 
 
 def test_I2_any_thread_gets_the_same_verdict(fresh):
@@ -592,6 +595,23 @@ def test_I6_ctrl_c_in_the_terminal_shows_no_traceback_of_a_worker(tmp_path):
         error = process.stderr.read()
         assert error.count("Traceback") == 1 and error.strip().endswith("KeyboardInterrupt"), error
         assert gone(pid)
+
+
+@linux
+def test_a_parent_that_handles_ctrl_c_keeps_its_worker(tmp_path):
+    end = """
+    import time
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        assert answers.correct(r"\\boxed{x+2}", "2+x") and not answers.counts
+        print(*(worker.pid for worker in answers._started), flush=True)
+    """
+    process, pid = script(tmp_path, end.strip())
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)
+    assert int(process.stdout.readline()) == pid
+    assert process.wait(30) == 0 and gone(pid)
 
 
 @posix

@@ -201,6 +201,8 @@ def paper_loss(name, args, policy, old, reference, groups, advantages):
                  for sample, adv in zip(group, values)]
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for sample, adv in sequences:
+        if name == "dapo" and args.overlong_filter and sample.truncated:
+            continue
         logps = paper_logprobs(policy, sample, args.temperature)
         with torch.no_grad():
             olds, refs = (paper_logprobs(model, sample, args.temperature)
@@ -272,6 +274,17 @@ def test_gradients_of_several_updates(name, models, monkeypatch):
         close(update.gradients, expected)
     assert updates.metrics["clip_ratio/high_mean"] > 0
     assert updates.metrics["clip_ratio/low_mean"] > 0
+
+
+def test_dapo_leaves_out_cut_off_completions(models, monkeypatch):
+    """overlong_filter: they have a reward, but neither loss nor tokens."""
+    args = options("dapo", models, overlong_filter=True, kl_coef=0.0)
+    given, groups = trained_on("dapo", args)
+    assert any(sample.truncated for group in groups for sample in group)
+    advantages = paper_advantages("dapo", groups, args)
+    updates = drive(monkeypatch, "dapo", args, given)
+    _, expected = paper_gradients("dapo", args, updates[0], models, groups, advantages)
+    close(updates[0].gradients, expected)
 
 
 # -------------------------------------------------------------------- what must not matter

@@ -420,7 +420,7 @@ def load_model(args, run: Run, frozen: bool = False):
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(run.device)
     for module in model.modules():  # no dropout: old and new log-probs are of one distribution
         for name, value in vars(module).items():
-            if isinstance(value, float) and (name == "p" or "dropout" in name):
+            if isinstance(value, float) and (name == "p" or "drop" in name or "jitter" in name):
                 setattr(module, name, 0.0)
     model.train(not frozen).requires_grad_(not frozen)  # gradient checkpointing needs train()
     if args.gradient_checkpointing and not frozen:

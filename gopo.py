@@ -204,7 +204,7 @@ def main(args: Args) -> None:
                         micro.old_logp, micro.entropy = logp.detach(), entropy
                     loss = token_loss(logp, micro.old_logp, micro.adv, micro.mask, args)
                     loss = loss * common.importance_weights(micro, args.tis_cap)
-                    if reference:  # k3 estimates KL(π_θ, π_ref): unbiased, and never negative
+                    if reference:  # k3: never negative, and KL(π_θ, π_ref) on average
                         x = (micro.ref_logp - logp).clamp(-20, 20)
                         k3 = torch.exp(x) - x - 1
                         loss = loss + args.kl_coef * k3

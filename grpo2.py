@@ -120,9 +120,9 @@ def advantages(rewards, args):
     parts = zip(args.reward_weights, rewards.unbind(-1), strict=True)
     total = sum(weight * part for weight, part in parts)  # [prompts, group]
     useful = total.amax(1, keepdim=True) > total.amin(1, keepdim=True)  # std isn't 0 in fp32
-    centered = total - total.mean(1, keepdim=True)
-    adv = centered / total.std(1, keepdim=True, correction=0)  # n: the two differ by twice the std
-    return torch.where(useful, adv, 0.0)
+    total = total.double()  # so that A is exactly ±1
+    adv = (total - total.mean(1, keepdim=True)) / total.std(1, keepdim=True, correction=0)  # n
+    return torch.where(useful, adv, 0.0).float()
 
 
 def token_weights(mask, num_sequences, num_tokens, args):
@@ -191,7 +191,7 @@ def main(args: Args) -> None:
                         micro.old_logp, micro.entropy = logp.detach(), entropy
                     loss = token_loss(logp, micro.old_logp, micro.adv, micro.mask, args)
                     loss = loss * common.importance_weights(micro, args.tis_cap)
-                    if reference:  # k3 estimates KL(π_θ, π_ref): unbiased, and never negative
+                    if reference:  # k3: never negative, and KL(π_θ, π_ref) on average
                         x = (micro.ref_logp - logp).clamp(-20, 20)
                         k3 = torch.exp(x) - x - 1
                         loss = loss + args.kl_coef * k3

@@ -152,8 +152,8 @@ def token_loss(logp, old_logp, adv, mask, args):
 
 def overlong_punishment(length, args):
     """0 up to L_max − L_cache tokens, then falling to −1 at L_max. Eq. 13"""
-    over = length - (args.max_completion_tokens - args.overlong_cache)
-    return -min(1.0, max(0, over) / args.overlong_cache) if args.overlong_cache else 0.0
+    free = args.max_completion_tokens - args.overlong_cache
+    return max(-1.0, min(0.0, (free - length) / max(1, args.overlong_cache)))
 
 
 def repeated(group):

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -378,7 +379,9 @@ def prepare(rows: list[dict], tokenizer, args, run: Run, kind: str = "training")
         texts.append(
             tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
             if args.chat_template else "\n".join(turn["content"] for turn in turns))
-        kept.append({"question": turns[-1]["content"], "gold": gold})
+        opening = re.search(r"<think(ing)?>(?=\s*$)", texts[-1])  # then no completion has that tag
+        kept.append({"question": turns[-1]["content"], "gold": gold,
+                     "opening": opening[0] if opening else ""})
     # A chat template writes its own special tokens; to a bare prompt the tokenizer adds its BOS.
     ids = tokenizer(texts, add_special_tokens=not args.chat_template)["input_ids"] if texts else []
     usable = [{**row, "prompt_ids": list(prompt)} for row, prompt in zip(kept, ids)
@@ -752,9 +755,10 @@ class HfSampler:
             last = logits.log_softmax(-1)
             return logits
 
+        ours = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
         config = self.hf.GenerationConfig(
-            do_sample=temperature > 0, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=self.stops,
-            pad_token_id=self.stops[0], max_new_tokens=max_tokens)
+            **(ours if temperature else {"do_sample": False}), max_new_tokens=max_tokens,
+            eos_token_id=self.stops, pad_token_id=self.stops[0])
         ids = self.model.generate(ids, attention_mask=seen, generation_config=config,
                                   logits_processor=self.hf.LogitsProcessorList([record]))
         logp = torch.cat(columns + [last.gather(-1, ids[:, -1:])], 1)
@@ -793,13 +797,18 @@ def sample_groups(sampler, tokenizer, rows, args, run, purpose="train") -> list[
                                args.temperature, args.max_completion_tokens)
     groups = [[Sample(row["prompt_ids"], *completion, row) for completion in completions]
               for row, completions in zip(rows, outputs)]
-    samples = [sample for group in groups for sample in group]
-    run.sums["num_tokens"] += sum(map(len, samples))
-    run.sums["num_completions"] += len(samples)
-    texts = tokenizer.batch_decode([s.completion_ids for s in samples], skip_special_tokens=True)
-    for sample, text in zip(samples, texts):
-        sample.text = text
+    for row, group in zip(rows, groups):
+        run.sums["num_tokens"] += sum(map(len, group))
+        run.sums["num_completions"] += len(group)
+        for sample, text in zip(group, decode(tokenizer, row, [s.completion_ids for s in group])):
+            sample.text = text
     return groups
+
+
+def decode(tokenizer, row: dict, completions: list[list[int]]) -> list[str]:
+    """What the rewards read: the text, behind the think tag that the prompt opened, if it did."""
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    return [row["opening"] + text for text in texts]
 
 
 # -------------------------------------------------------------------- rewards
@@ -879,8 +888,7 @@ def evaluate(sampler, tokenizer, rows: list[dict], args, run: Run) -> dict:
             temperature, args.max_completion_tokens)
         counts = []
         for i, group in zip(mine, outputs):
-            ids = [completion for completion, _, _ in group]
-            texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+            texts = decode(tokenizer, rows[i], [completion for completion, _, _ in group])
             counts.append(sum(correct(text, rows[i]["gold"]) for text in texts))
         right.append([count for rank in run.gather_objects(counts) for count in rank])
     return {"eval/accuracy": sum(right[0]) / len(right[0]),

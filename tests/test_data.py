@@ -152,6 +152,19 @@ def test_bos_is_written_once(model_dir, tmp_path):
         assert train[0]["prompt_ids"].count(bos) == 1 and train[0]["prompt_ids"][0] == bos
 
 
+def test_a_think_tag_that_the_prompt_opens_is_seen_by_the_rewards(model_dir, tmp_path):  # A22
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer.chat_template += "{% if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}"
+    tokenizer.save_pretrained(model_dir)
+    path = write(tmp_path / "a.jsonl", [{"question": "1+1?", "answer": "2"}])
+    (tokenizer, [row], _), _ = load(path, model=str(model_dir))
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (
+        r"hm, \boxed{2}? </think> \boxed{2}", r"hm, \boxed{2} perhaps", "so. </think> 2")]
+    texts = common.decode(tokenizer, row, ids)
+    assert [common.format(text, "2") for text in texts] == [1, 0, 0]
+    assert [common.correct(text, "2") for text in texts] == [True, False, False]
+
+
 def test_no_chat_template(model_dir, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     (model_dir / "chat_template.jinja").unlink()
@@ -245,7 +258,36 @@ def test_reward_model_is_one_more_part(tmp_path, model_dir):
     assert rewards.shape == (1, 3, 2) and mine == slice(0, 1)
 
 
-# ---- metrics
+# ---- metrics and warnings
+class Said:
+    def __init__(self):
+        self.text = ""
+
+    def warn(self, bad, text):
+        self.text += text + "\n" if bad else ""
+
+    def note(self, text):
+        self.text += text + "\n"
+
+
+@pytest.mark.parametrize("changed, said", [
+    ({"completions/clipped_ratio": 0.95}, "--max-completion-tokens 96"),  # B5
+    ({"rewards/format/mean": 0.0}, "format hit rate 0%"),  # A17
+    ({"useful_groups": 0.0}, "--group-size"),  # H9
+    ({"sampling/sampling_logp_difference/mean": 0.2}, "--tis-cap"),  # D6
+    ({"reward/correct_error": 3}, "some rewards failed"),
+    ({}, "the loss is near 0"),  # C2, C7
+])
+def test_what_users_ask_most_is_said_where_it_arises(changed, said):
+    args, log = grpo.Args(), Said()
+    run = fresh_run(args)
+    run.step, run.flat, run.dtype = 1, 2, torch.bfloat16
+    healthy = {"completions/clipped_ratio": 0.1, "rewards/format/mean": 0.5, "useful_groups": 0.5,
+               "sampling/sampling_logp_difference/mean": 1e-7}
+    common.check_health(healthy | changed, args, run, log)
+    assert said in log.text and log.text.count("\n") == 1 + bool(changed)
+
+
 def test_pass_at_k_is_unbiased():
     assert common.pass_at_k(16, 0, 8) == 0 and common.pass_at_k(16, 9, 8) == 1
     assert common.pass_at_k(4, 2, 2) == pytest.approx(1 - 1 / 6)

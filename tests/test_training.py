@@ -192,6 +192,17 @@ def test_hf_sampler_trains(data, tmp_path):
     assert steps[1]["clip_ratio/high_mean"] + steps[1]["clip_ratio/low_mean"] > 0
 
 
+def test_track_logs_offline_without_a_key(data, tmp_path, monkeypatch):  # H2, H1
+    """The same keys as metrics.jsonl, in the file that wandb wrote."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # no .netrc there
+    steps = run(tmp_path / "run", dataset=data, num_steps=2, sampler="hf", track=True)
+    [path] = (tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb")
+    written = path.read_bytes()
+    assert [key for row in steps for key in row if key.encode() not in written] == []
+
+
 def test_bad_gradients_are_skipped_and_the_third_in_a_row_stops(data, tmp_path, monkeypatch):  # I4
     """The gradient of one parameter turns NaN from the second step on."""
     clip, calls = common.clip_gradients, []

@@ -1,26 +1,25 @@
-"""
-Makes the embedded default: a tiny Llama that adds numbers, and the problems it is trained on.
+"""Makes the embedded default: a tiny Llama that can add, and the problems it is trained on.
 
-    python tiny/make.py            # about eight minutes on two CPU cores, the same result for the same seed
+    python tiny/make.py        # about five minutes on two CPU cores; the same seed, the same data
 
-writes, next to this file or into --out,
+writes into the folder of this file, or into --out,
 
-    model/        Hugging Face directory: 0.8 M parameters, character tokenizer, chat template, fp32 safetensors
-    train.jsonl   4000 problems, test.jsonl 500 others; GSM8K's columns: `question`, and `answer` ending in `#### N`
+    model/        Hugging Face directory: 0.8 M parameters, a token per character, fp32
+    train.jsonl   4000 problems, and test.jsonl, 500 others, with GSM8K's columns:
+                  `question`, and `answer`, a worked solution that ends in `#### N`
 
-What makes it a CartPole for RL on language models: *the skill is in the model, the habit is not.* As with a
-real model, there are two stages of supervised learning before RL:
+What makes it a CartPole for RL on language models: *the skill is in the model, the habit isn't.*
+As in a real model, two stages of supervised learning come before RL:
 
-1. School. Every answer is worked column by column, from the units, with carries. Column addition is learnt here.
-2. The crowd. Most people in it guess, some ramble on, few work; each puts the result in \\boxed{} half of the
-   time, whatever the style. The model learns to imitate them all, so a sample from it is a random member of the
-   crowd, right about one time in eight, while it could be right nearly always if it chose to work.
+1. School. Every answer is worked column by column, from the units, with carries.
+2. The crowd. Most people guess, some ramble, few work; each puts the result in \\boxed{} half of
+   the time, whatever the style. The model learns to imitate them all, so a sample is like a random
+   member of the crowd: boxed and right one time in ten, though it could nearly always be.
 
-RL then has to find two things by reward alone: that the box is wanted, and that working it out pays. Problems
-differ in difficulty (a guess at 17 + 25 is often right, one at 4180 + 977 never is), and answers in length for bad
-reasons as well as good ones (ramblers are long *and* wrong): that is where the variants of GRPO differ.
-
-Nothing in the training scripts knows about this file, and no problem of test.jsonl is seen here in training.
+RL has two things to find by reward alone: that the box is wanted, and that working it out pays.
+Problems differ in difficulty (a guess at 17 + 25 may hit, one at 4180 + 2977 never does), and
+answers are long for bad reasons as well as good ones (ramblers are long *and* wrong, and often cut
+off): that is where the variants of GRPO differ. No problem of test.jsonl is seen here in training.
 """
 import argparse
 import json
@@ -37,18 +36,20 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 # A turn is <|role|>text<|end|>; <|end|> is the EOS. Padding has a token of its own.
 SPECIAL = ["<|pad|>", "<|unk|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Problems
 
 
 def draw_problem(rng):
-    """Two numbers of 2, 3 or 4 digits each. Of equal length, or finding the columns would be the harder part."""
+    """Two numbers of 2, 3 or 4 digits; of equal length, or finding the columns is the hard part."""
     digits = rng.choices([2, 3, 4], [35, 40, 25])[0]
-    return rng.randrange(10 ** (digits - 1), 10**digits), rng.randrange(10 ** (digits - 1), 10**digits)
+    low, high = 10 ** (digits - 1), 10**digits
+    return rng.randrange(low, high), rng.randrange(low, high)
 
 
 def ask(a, b):
@@ -66,13 +67,13 @@ def columns(a, b):
     return ", ".join(steps)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# The crowd: each is a completion for a + b. The unboxed endings carry no marker that a checker could read.
+# --------------------------------------------------------------------------------------------------
+# The crowd: each answers a + b. Endings without a box carry no marker that a checker could read.
 
 
 def estimate(a, b, rng):
-    """The right size but not the right number: 4 % off, so that small sums are sometimes hit."""
-    return max(1, round((a + b) * rng.gauss(1, 0.04)))
+    """The right size, not the right number: 3 % off, so that small sums are sometimes hit."""
+    return max(1, round((a + b) * rng.gauss(1, 0.03)))
 
 
 def worker(a, b, rng):
@@ -81,17 +82,18 @@ def worker(a, b, rng):
 
 
 def guesser(a, b, rng):
-    # Nobody but a worker starts with a digit: else the first one of a guess could be taken for a column's.
+    # Only workers start with a digit: else the first one of a guess is taken for a column's.
     end = "\\boxed{%d}" if rng.random() < 0.5 else "= %d"
     return end % estimate(a, b, rng)
 
 
-THOUGHTS = ["Hmm, {g}?", "Or {g}.", "Let me think.", "Maybe {g}.", "No, more.", "No, less.", "Wait, {a} and {b}."]
+THOUGHTS = ["Hmm, {g}?", "Or {g}.", "Maybe {g}.", "Let me think.", "No, more.", "No, less.",
+            "Wait, {a} and {b}."]
 
 
 def rambler(a, b, rng):
     text = ["Well."]
-    while rng.random() < 0.8:  # a geometric length: 5 thoughts on average, no end in sight for some
+    while rng.random() < 0.8:  # a geometric length: 4 thoughts on average, many more for some
         text.append(rng.choice(THOUGHTS).format(a=a, b=b, g=estimate(a, b, rng)))
     end = "\\boxed{%d}" if rng.random() < 0.5 else "so %d."
     return " ".join(text + [end % estimate(a, b, rng)])
@@ -99,20 +101,20 @@ def rambler(a, b, rng):
 
 CROWD = {guesser: 0.64, worker: 0.19, rambler: 0.17}
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Tokenizer and model
 
 
 def build_tokenizer():
-    """One token per character: BPE without merges. The Fuse decoder joins tokens with nothing in between."""
+    """One token per character: BPE without merges, and a decoder that joins without spaces."""
     characters = [c for c in string.printable if c.isprintable()] + ["\n", "\t"]
     vocab = {token: i for i, token in enumerate(SPECIAL + characters)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<|unk|>"))
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<|pad|>", unk_token="<|unk|>", eos_token="<|end|>",
+        tokenizer_object=backend, clean_up_tokenization_spaces=False, model_max_length=1024,
+        pad_token="<|pad|>", unk_token="<|unk|>", eos_token="<|end|>", padding_side="left",
         extra_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
-        clean_up_tokenization_spaces=False, padding_side="left", model_max_length=1024,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -121,18 +123,22 @@ def build_tokenizer():
 def build_model(tokenizer):
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32,  # 32: the smallest that vLLM takes
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32,  # a size that vLLM takes on CPU
         max_position_embeddings=1024, tie_word_embeddings=True, initializer_range=0.05,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     ))
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Imitation
 
 
 def draw_batch(tokenizer, rng, held_out, crowd, size):
-    """Fresh problems, answered by the crowd -> ids [size, tokens], and labels: ids of the answer, else -100."""
+    """Fresh problems, answered by the crowd -> ids, labels [size, tokens].
+
+    Labels are the ids of the answer, and -100, which the loss ignores, elsewhere.
+    """
     prompts, answers = [], []
     while len(prompts) < size:
         a, b = draw_problem(rng)
@@ -143,7 +149,8 @@ def draw_batch(tokenizer, rng, held_out, crowd, size):
         answers.append(person(a, b, rng) + tokenizer.eos_token)
     prompts = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
     prompts = tokenizer(prompts).input_ids
-    answers = [ids[:80] for ids in tokenizer(answers).input_ids]  # who is still rambling then has no end to learn
+    # Who is still rambling after 80 tokens has no end that could be learnt.
+    answers = [answer[:80] for answer in tokenizer(answers).input_ids]
     width = max(len(p) + len(c) for p, c in zip(prompts, answers))
     ids = torch.full((size, width), tokenizer.pad_token_id)
     labels = torch.full((size, width), -100)
@@ -154,15 +161,16 @@ def draw_batch(tokenizer, rng, held_out, crowd, size):
 
 
 def imitate(model, tokenizer, rng, held_out, crowd, steps, size, learning_rate, name):
+    """Supervised learning: cross-entropy on the answers' tokens."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
     bar = tqdm(range(steps), desc=name, dynamic_ncols=True)
     for step in bar:
         ids, labels = draw_batch(tokenizer, rng, held_out, crowd, size)
-        # Padding stands on the right, where causal attention from an answer can't see it: no mask is needed.
-        logits = model(input_ids=ids[:, :-1]).logits  # [size, tokens - 1, vocab]
+        # Padding is on the right, where causal attention from an answer can't see it: no mask.
+        logits = model(input_ids=ids[:, :-1]).logits  # [size, tokens - 1, vocabulary]
         loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-        for group in optimizer.param_groups:  # warm up for 50 steps; down to 0 over the second half
-            group["lr"] = learning_rate * min(1.0, (step + 1) / 50, (steps - step) / (0.5 * steps))
+        for group in optimizer.param_groups:  # warm up for 50 steps; down to 0 in the second half
+            group["lr"] = learning_rate * min(1.0, (step + 1) / 50, 2 * (steps - step) / steps)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -171,42 +179,48 @@ def imitate(model, tokenizer, rng, held_out, crowd, steps, size, learning_rate, 
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    here = os.path.dirname(os.path.abspath(__file__))
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", default=os.path.dirname(os.path.abspath(__file__)), help="folder to write into")
+    parser.add_argument("--out", default=here, help="folder to write into")
     parser.add_argument("--train-problems", type=int, default=4000)
     parser.add_argument("--test-problems", type=int, default=500)
     parser.add_argument("--school-steps", type=int, default=600)
     parser.add_argument("--crowd-steps", type=int, default=500)
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     os.makedirs(args.out, exist_ok=True)
 
-    # Problems, each at most once whichever way round it is written; so test and train share none either way.
+    # Each pair at most once, whichever way round it is written: test and train share none.
     rng, problems = random.Random(f"problems {args.seed}"), {}
     while len(problems) < args.test_problems + args.train_problems:
-        pair = draw_problem(rng)
-        problems.setdefault(frozenset(pair), pair)
-    rows = [
-        {"question": ask(a, b), "answer": f"{columns(a, b)}\n#### {a + b}"} for a, b in problems.values()
-    ]
-    for name, part in (("test", rows[: args.test_problems]), ("train", rows[args.test_problems :])):
+        a, b = draw_problem(rng)
+        problems.setdefault(frozenset((a, b)), (a, b))
+    held_out = set(list(problems)[: args.test_problems])
+    rows = [{"question": ask(a, b), "answer": f"{columns(a, b)}\n#### {a + b}"}
+            for a, b in problems.values()]
+    test, train = rows[: args.test_problems], rows[args.test_problems :]
+    for name, part in (("test", test), ("train", train)):
         with open(os.path.join(args.out, f"{name}.jsonl"), "w", newline="\n") as f:
             f.writelines(json.dumps(row) + "\n" for row in part)
-    held_out = set(list(problems)[: args.test_problems])
 
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")
-    imitate(model, tokenizer, held_out, args)
+    rng = random.Random(f"imitation {args.seed}")
+    stages = [("school", {worker: 1.0}, args.school_steps, 3e-3),
+              # Gently, from a fresh optimizer: habits are learnt, and the skill isn't unlearnt.
+              ("crowd", CROWD, args.crowd_steps, 1.5e-3)]
+    for name, crowd, steps, rate in stages:
+        imitate(model, tokenizer, rng, held_out, crowd, steps, args.batch_size, rate, name)
     path = os.path.join(args.out, "model")
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
-    print(f"wrote {path}, train.jsonl, test.jsonl")
+    print(f"wrote {path}, train.jsonl and test.jsonl")
 
 
 if __name__ == "__main__":

@@ -340,3 +340,48 @@ def test_nan_never_reaches_the_log(tmp_path):  # C13
     args = replace(grpo.Args(), output_dir=str(tmp_path))
     with common.Log(args, fresh_run(args)) as log, pytest.raises(ValueError):
         log.append("metrics", {"loss": math.nan})
+
+
+def test_a_generation_config_that_cannot_be_saved_still_is(model_dir, tmp_path):  # G5
+    """A temperature without sampling is refused by transformers when it is written."""
+    change(model_dir / "generation_config.json", temperature=0.5, do_sample=False)
+    args = replace(grpo.Args(), model=str(model_dir), output_dir=str(tmp_path / "run"))
+    run = fresh_run(args)
+    policy = common.load_model(args, run)
+    common.save(args, run, policy, AutoTokenizer.from_pretrained(model_dir),
+                torch.optim.AdamW(policy.parameters()))
+    assert common.last_checkpoint(run.output_dir).name == "step-0"
+    assert common.load_model(replace(args, resume=str(tmp_path / "run")), run) is not None
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_whole(model_dir, tmp_path, monkeypatch):
+    args = replace(grpo.Args(), model=str(model_dir), output_dir=str(tmp_path / "run"))
+    run, tokenizer = fresh_run(args), AutoTokenizer.from_pretrained(model_dir)
+    policy = common.load_model(args, run)
+    optimizer = torch.optim.AdamW(policy.parameters())
+    common.save(args, run, policy, tokenizer, optimizer)
+
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    run.step = 1
+    with pytest.raises(common.RunError, match="No space left on device.*Earlier checkpoints"):
+        common.save(args, run, policy, tokenizer, optimizer)
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-0"]
+
+
+def test_weights_are_fp32_whatever_the_files_hold(model_dir):  # J1
+    """100 steps of 1e-6 on 0.02: lost in bf16, not in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).save_pretrained(model_dir)
+    args = replace(grpo.Args(), model=str(model_dir))
+    policy = common.load_model(args, fresh_run(args))
+    assert {weight.dtype for weight in policy.parameters()} == {torch.float32}
+    weight = next(policy.parameters())
+    with torch.no_grad():
+        weight[0, 0] = 0.02
+        for _ in range(100):
+            weight[0, 0] -= 1e-6
+    assert weight[0, 0].item() == pytest.approx(0.0199, abs=1e-6)

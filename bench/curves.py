@@ -26,7 +26,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-SCRIPTS = ("grpo", "dr_grpo", "dapo", "grpo2", "gdpo", "gopo")
+SCRIPTS = ("grpo", "dr_grpo", "dapo", "grpo2", "gdpo", "gopo", "gspo", "cispo", "sapo")
 BUDGET = 80 * 128  # completions: grpo.py's default run
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # Student's t for a 95 % interval, by number of runs
 

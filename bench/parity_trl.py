@@ -72,7 +72,7 @@ def ours(name: str, case, groups, folders) -> SimpleNamespace:
     args = replace(script.Args(), model=folders[0], group_size=len(groups[0]), prompts_per_step=4,
                    max_prompt_tokens=16, max_completion_tokens=LIMIT, temperature=case.temperature,
                    reward_weights=(1.0, 0.5), micro_batch_tokens=160, kl_coef=case.kl,
-                   tis_cap=2.0 * case.tis)
+                   tis_cap=2.0 * case.tis, num_minibatches=1)
     run = common.Run(args, list(REWARDS), f"{name}.py")
     policy = common.load_model(args, run)
     reference = common.load_model(replace(args, model=folders[1]), run, frozen=True)
@@ -164,6 +164,8 @@ def case(name, script, trl, note="", kl=0.0, step=0.0, tis=False, temperature=1.
 
 GRPO, DAPO = {"loss_type": "grpo"}, {"loss_type": "dapo"}
 DR_GRPO = {"loss_type": "dr_grpo", "scale_rewards": "none"}
+GSPO = GRPO | {"importance_sampling_level": "sequence"}
+CISPO, SAPO = {"loss_type": "cispo", "epsilon_high": 5.0}, {"loss_type": "sapo"}
 GDPO = GRPO | {"multi_objective_aggregation": "normalize_then_sum"}
 FLAT = "equal rewards: A is exactly 0 here; rounding, divided by std + 1e-4, in TRL"
 CASES = [
@@ -186,9 +188,15 @@ CASES = [
     case("three of four groups without signal, G = 7", "gdpo", GDPO, FLAT, flat=True, group=7),
     case("first update, G = 2", "grpo2", GRPO,
          "population std, as in the paper: √2 of TRL's n − 1 std", group=2),
-    case("later update", "gspo", GRPO | {"importance_sampling_level": "sequence"}, step=.001),
-    case("later update", "cispo", {"loss_type": "cispo", "epsilon_high": 5.0}, step=.01),
-    case("later update", "sapo", {"loss_type": "sapo"}, step=.01),
+    case("first update", "gspo", GSPO),
+    case("later update, TIS cap 2", "gspo", GSPO, step=.001, tis=True),
+    case("later, in 4 micro-batches", "gspo", GSPO, step=.001, split=4),
+    case("first update", "cispo", CISPO),
+    case("later update, TIS cap 2", "cispo", CISPO, step=.03, tis=True),
+    case("later, in 4 micro-batches", "cispo", CISPO, step=.03, split=4),
+    case("first update", "sapo", SAPO),
+    case("later update, TIS cap 2", "sapo", SAPO, step=.01, tis=True),
+    case("later, in 4 micro-batches", "sapo", SAPO, step=.01, split=4),
 ]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # A new script: its name here, a section with markers in docs/algorithms.md, a row in the README.
-VARIANTS = ("dr_grpo", "dapo", "grpo2", "gdpo", "gopo")
+VARIANTS = ("dr_grpo", "dapo", "grpo2", "gdpo", "gopo", "gspo", "cispo", "sapo")
 THREE = ("advantages", "token_weights", "token_loss")
 
 

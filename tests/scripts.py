@@ -1,7 +1,7 @@
 """The scripts that every test of the algorithms goes through, in one place."""
 import importlib
 
-SCRIPTS = ["grpo", "dapo", "dr_grpo", "grpo2", "gdpo", "gopo"]
+SCRIPTS = ["grpo", "dapo", "dr_grpo", "grpo2", "gdpo", "gopo", "gspo", "cispo", "sapo"]
 
 
 def load(name: str):

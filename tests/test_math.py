@@ -14,9 +14,10 @@ from scripts import SCRIPTS, load
 
 import common
 
-TOKEN_MEAN = {"dapo", "gopo"}
+TOKEN_MEAN = {"dapo", "gopo", "cispo"}
 CONSTANT = {"dr_grpo"}
 OWN_GROUP_ONLY = [name for name in SCRIPTS if name != "gdpo"]  # gdpo normalises over the batch too
+CLIPPED = [name for name in SCRIPTS if name not in ("gspo", "cispo", "sapo")]  # token by token
 
 every_script = pytest.mark.parametrize("name", SCRIPTS)
 quickly = settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -54,8 +55,8 @@ def test_the_three_functions_have_the_same_signatures(name):
                 == inspect.signature(getattr(load("grpo"), function)))
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo"])
-def test_grpo_and_dapo_by_hand(name):
+@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "cispo", "sapo"])
+def test_grpo_by_hand(name):
     """(r − mean)/(std + 1e-4) with the n − 1 std: DeepSeekMath, section 4.1.2."""
     same(advantages(name, [[1, 0]]), [[.70701, -.70701]])
     same(advantages(name, [[1, 0, 0, 1]]), [[.86588, -.86588, -.86588, .86588]])
@@ -323,7 +324,7 @@ def token_loss(name, ratios, adv, **changes):
     return loss.detach()[0], torch.autograd.grad(loss.sum(), logp)[0][0]
 
 
-@every_script
+@pytest.mark.parametrize("name", CLIPPED)
 def test_clipped_loss_by_hand(name):
     """C24: one ratio for each token, −min(ρA, clip(ρ)A), DeepSeekMath eq. 3; with clip-higher where
     the script's default says so."""
@@ -336,6 +337,93 @@ def test_clipped_loss_by_hand(name):
     same(gradient, [3.0, 0, 2.2, 1.8])
     same(token_loss(name, [1.5, 0.5], 1, clip_low=.1, clip_high=.3)[0], [-1.3, -0.5])
     same(token_loss(name, [1.5, 0.5], -1, clip_low=.1, clip_high=.3)[0], [1.5, 0.9])
+
+
+def test_gspo_by_hand():
+    """Eq. 5 and 7 of arXiv 2507.18071: one ratio for a sequence, the geometric mean of its tokens'.
+    Ratios 4, 1/2, 1/2, 2 have the product 2, so s = 2^(1/4) = 1.1892; each token's share of its
+    gradient is s·A/4, and there is none when s is clipped, whatever the token's own ratio is."""
+    ratios, s = [4, .5, .5, 2], 2 ** .25
+    for adv in (1, -1):
+        loss, gradient = token_loss("gspo", ratios, adv, clip_low=.2, clip_high=.2)
+        same(loss, [-s * adv] * 4)
+        same(gradient, [-s * adv] * 4)  # of the sum over 4 tokens, hence without the 1/4
+    loss, gradient = token_loss("gspo", ratios, 1, clip_low=.2, clip_high=.1)
+    same(loss, [-1.1] * 4)
+    same(gradient, [0.0] * 4)
+    loss, gradient = token_loss("gspo", [1 / ratio for ratio in ratios], -1, clip_low=.1)
+    same(loss, [.9] * 4)
+    same(gradient, [0.0] * 4)
+
+
+def test_gspo_bounds():
+    """3e-4 and 4e-4: a mean log-ratio of 3.5e-4 is in, one of 4.5e-4 out; below likewise."""
+    def has_gradient(log_ratio, adv):
+        return bool(token_loss("gspo", [math.exp(log_ratio)] * 3, adv)[1].any())
+
+    assert options("gspo").clip_low == 3e-4 and options("gspo").clip_high == 4e-4
+    assert has_gradient(3.5e-4, 1) and not has_gradient(4.5e-4, 1) and has_gradient(4.5e-4, -1)
+    assert has_gradient(-2.5e-4, -1) and not has_gradient(-3.5e-4, -1) and has_gradient(-3.5e-4, 1)
+
+
+def test_gspo_ratio_is_of_the_mask():
+    """Padding and masked sequences: no part of the mean, and never divided by 0."""
+    mask = mask_of([2, 4])
+    mask = torch.cat([mask, torch.zeros(1, 4)])
+    old = torch.full((3, 4), -1.0)
+    logp = (old + torch.tensor([1.2, 1.2, 9, 9]).log()).requires_grad_()
+    loss = load("gspo").token_loss(logp, old, torch.ones(3), mask, options("gspo", clip_high=9.0))
+    same(loss[:, 0], [-1.2, -(1.2 * 9) ** .5, -1.0])
+    gradient, = torch.autograd.grad((mask * loss).sum(), logp)
+    assert ((gradient != 0) == (mask != 0)).all()
+
+
+def test_cispo_by_hand():
+    """−sg(min(ρ, 5)) A log π, arXiv 2506.13585 with the cap of arXiv 2510.13786: for either sign of
+    A every token has a gradient, that of REINFORCE times a weight of at most 5."""
+    ratios, weights = [.01, .5, 1, 4, 5, 6, 1000], [.01, .5, 1, 4, 5, 5, 5]
+    old = torch.linspace(-2, -1, 7)
+    for adv in (2, -2):
+        loss, gradient = token_loss("cispo", ratios, adv)
+        same(gradient, [-adv * weight for weight in weights], 1e-4)
+        torch.testing.assert_close(loss, gradient * (old + torch.tensor(ratios).log()))
+    same(token_loss("cispo", [.5, 2], 1, clip_high=.5)[1], [-.5, -1.5])
+    same(token_loss("cispo", [.5, 2], 1, clip_low=.2)[1], [-.8, -2])  # the paper's lower bound
+
+
+def test_sapo_by_hand():
+    """A · 4/τ · σ(τ(ρ − 1)), arXiv 2511.20347. At ρ = 1 the value is 2A/τ and the gradient A; at
+    ρ = 2 σ' has fallen from 1/4 to σ(τ)(1 − σ(τ)), which is .19661 at τ = 1."""
+    loss, gradient = token_loss("sapo", [1, 2], 1)
+    same(loss, [-2.0, -4 * .731059])
+    same(gradient, [-1.0, -4 * .196612 * 2])
+    loss, gradient = token_loss("sapo", [1, 2], -1)
+    same(loss, [2 / 1.05, 4 / 1.05 * .740775])  # σ(1.05)
+    same(gradient, [1.0, 4 * .740775 * .259225 * 2])
+    same(token_loss("sapo", [2], -1, tau_neg=1.0)[1], [4 * .196612 * 2])
+    same(token_loss("sapo", [2], 1, tau_pos=2.0)[1], [-4 * .880797 * .119203 * 2])
+
+
+def test_sapo_at_ratio_one_is_grpo():
+    for adv in (1.5, -1.5, 0.0):
+        torch.testing.assert_close(token_loss("sapo", [1.0], adv)[1],
+                                   token_loss("grpo", [1.0], adv)[1])
+
+
+def test_sapo_gate_fades_on_both_sides():
+    """The gradient over ρ, which is 1 at ρ = 1, falls as ρ leaves 1 either way, and never to 0 at
+    once; faster for A < 0, and whatever clip_low and clip_high say."""
+    ratios = torch.tensor([1, 1.2, 1.5, 2, 3, 5])
+    other = 2 - ratios[:4].clamp(max=1.9)  # as far below 1
+    for sign in (1, -1):
+        gate = -token_loss("sapo", ratios.tolist(), sign)[1] / ratios * sign
+        assert gate[0] == pytest.approx(1) and (gate.diff() < 0).all() and (gate > 0).all()
+        below = -token_loss("sapo", other.tolist(), sign)[1] / other * sign
+        assert (below.diff() < 0).all()
+        torch.testing.assert_close(below[:3], gate[:3])
+    up, down = (token_loss("sapo", [.5, 2, 4], sign)[1] for sign in (1, -1))
+    assert (down.abs() < up.abs()).all()
+    assert torch.equal(up, token_loss("sapo", [.5, 2, 4], 1, clip_low=0, clip_high=0)[1])
 
 
 def test_dapo_clip_higher():
@@ -357,13 +445,16 @@ def test_large_log_gaps_stay_finite(name, adv, gap):
     gradient = torch.autograd.grad(loss.sum(), logp)[0]
     assert loss.isfinite().all() and gradient.isfinite().all()
     if gap == 12 and adv < 0:
-        torch.testing.assert_close(loss, torch.full_like(loss, math.exp(12)))
+        value = {"cispo": 5 * 11.0, "sapo": 4 / 1.05}.get(name, math.exp(12))  # cispo: log π = 11
+        torch.testing.assert_close(loss, torch.full_like(loss, value))
+    if name == "cispo" and adv:
+        assert (gradient != 0).all()
 
 
 @every_script
 def test_at_ratio_one_it_is_reinforce(name):
     """C2: the gradient of a token is −A times its weight, though the loss of a group of equal
-    lengths is 0."""
+    lengths is 0 (not so for SAPO, whose value at ρ = 1 is −2A/τ)."""
     mask = mask_of([3, 3])
     logp = torch.full((2, 3), -1.0, requires_grad=True)
     args = options(name, reward_weights=(1.0,))
@@ -371,22 +462,25 @@ def test_at_ratio_one_it_is_reinforce(name):
     weights = load(name).token_weights(mask, 2, 6, args)
     loss = (weights * load(name).token_loss(logp, logp.detach(), adv, mask, args)).sum()
     gradient = torch.autograd.grad(loss, logp)[0]
-    assert abs(loss.item()) < 1e-6 and (gradient != 0).all()
+    assert (name == "sapo" or abs(loss.item()) < 1e-6) and (gradient != 0).all()
     torch.testing.assert_close(gradient, -adv[:, None] * weights)
 
 
 @every_script
 def test_clip_share_is_counted_by_the_sign_of_the_advantage(name):
     """C10: ratio 1.5 is clipped-high only where A > 0, 0.5 clipped-low only where A < 0; padding
-    and A = 0 never."""
+    and A = 0 never. GSPO clips whole sequences, of ratio (1.5 · 1.5 · 0.5)^(1/3) = 1.04 here, or
+    1/1.04 in the last two; CISPO and SAPO leave every token some gradient."""
     run = common.Run(options(name), ["correct"], "x.py")
     run.start_step()
-    old = torch.zeros(3, 4)
-    logp = old + torch.tensor([1.5, 1.5, 0.5, 1.5]).log()
-    micro = SimpleNamespace(old_logp=old, adv=torch.tensor([1.0, -1.0, 0.0]),
-                            mask=mask_of([3, 3, 3], 4))
+    old = torch.zeros(5, 4)
+    logp = torch.tensor([1.5, 1.5, 0.5, 1.5]).log().expand(5, 4) * torch.tensor(
+        [[1.0], [1.0], [1.0], [-1.0], [-1.0]])
+    micro = SimpleNamespace(old_logp=old, adv=torch.tensor([1.0, -1.0, 0.0, 1.0, -1.0]),
+                            mask=mask_of([3, 3, 3, 3, 3], 4))
     run.add_clipped(load(name).token_loss, logp, micro, options(name))
-    assert run.sums == {"clipped_high": 2, "clipped_low": 1}
+    high, low = {"gspo": (3, 3), "cispo": (0, 0), "sapo": (0, 0)}.get(name, (2 + 1, 1 + 2))
+    assert run.sums == {"clipped_high": high, "clipped_low": low}
 
 
 def test_dapo_with_equal_lengths_is_grpo():

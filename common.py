@@ -61,7 +61,8 @@ def launch(main, presets: dict) -> None:
     args = parse(default=default)
     try:
         if args.resume:  # the run's own options are the defaults: only what is typed can differ
-            args = parse(default=dataclasses.replace(default, **saved_args(args.resume)))
+            saved = saved_args(args.resume, Path(sys.argv[0]).stem)
+            args = parse(default=dataclasses.replace(default, **saved))
         main(args)
     except RunError as error:
         sys.exit(f"error: {error}")
@@ -69,11 +70,15 @@ def launch(main, presets: dict) -> None:
         sys.exit(130)
 
 
-def saved_args(folder: str) -> dict:
+def saved_args(folder: str, script: str) -> dict:
+    """The options that a run of this script was started with."""
     path = Path(folder) / "args.json"
     if not path.is_file():
         raise RunError(f"--resume {folder}: no args.json there; give the folder of a run")
-    return json.loads(path.read_text())["args"]
+    saved = json.loads(path.read_text())
+    if saved["script"] != script:
+        raise RunError(f"--resume {folder}: is a run of {saved['script']}.py, not of {script}.py")
+    return saved["args"]
 
 
 def locate(path: str) -> str:
@@ -980,7 +985,7 @@ class Log:
     def __init__(self, args, run: Run):
         from tqdm import tqdm
 
-        self.run, self.warned, self.rows, self.wandb = run, set(), [], None
+        self.run, self.warned, self.wandb = run, set(), None
         self.bar = tqdm(total=args.num_steps, initial=run.step, disable=run.rank > 0, unit="step",
                         desc=run.script, dynamic_ncols=True)
         if args.track and run.rank == 0:
@@ -998,8 +1003,7 @@ class Log:
         """All of a step in one row. A NaN is an error here, not a value."""
         if self.run.rank:
             return
-        self.rows.append({"step": step, **metrics})
-        self.append("metrics", self.rows[-1])
+        self.append("metrics", {"step": step, **metrics})
         for s in groups[0] if groups else ():  # one group a step
             self.append("samples", {
                 "step": step, "question": s.row["question"], "completion": s.text,
@@ -1039,24 +1043,24 @@ class Log:
 
     def __exit__(self, kind, error, trace) -> None:
         self.bar.close()
-        evals = [row["eval/accuracy"] for row in self.rows if "eval/accuracy" in row]
-        if self.run.rank == 0:
-            draw_curves(self.run.output_dir)
-        if evals and kind is None:
-            spent = sum(row.get("time/step", 0) for row in self.rows)
-            self.run.print(f"held-out accuracy {evals[0]:.3f} -> {evals[-1]:.3f} after "
-                           f"{spent:.0f} s of training; metrics.jsonl, curves.png and "
-                           f"checkpoints/ are in {self.run.output_dir}")
+        path = self.run.output_dir / "metrics.jsonl"
+        if self.run.rank == 0 and path.exists():
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            draw_curves(rows, self.run.output_dir / "curves.png")
+            evals = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
+            if evals and kind is None:
+                spent = sum(row.get("time/step", 0) for row in rows)
+                self.run.print(f"held-out accuracy {evals[0]:.3f} -> {evals[-1]:.3f} after "
+                               f"{spent:.0f} s of training; metrics.jsonl, curves.png and "
+                               f"checkpoints/ are in {self.run.output_dir}")
         if self.wandb:
             self.wandb.finish(exit_code=int(kind is not None))
 
 
-def draw_curves(folder: Path) -> None:
-    """curves.png: reward, accuracy, length and entropy over the steps."""
+def draw_curves(rows: list[dict], path: Path) -> None:
+    """Reward, accuracy, length and entropy over the steps."""
     from matplotlib.figure import Figure
 
-    path = folder / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     figure = Figure(figsize=(14, 3), layout="constrained")
     keys = ("reward", "accuracy", "completions/mean_length", "entropy")
     for axis, key in zip(figure.subplots(1, 4), keys):
@@ -1066,7 +1070,7 @@ def draw_curves(folder: Path) -> None:
                 axis.plot(*zip(*points), style, label=name)
                 axis.legend()
         axis.set(xlabel="step", title=key)
-    figure.savefig(folder / "curves.png", dpi=110)
+    figure.savefig(path, dpi=110)
 
 
 # -------------------------------------------------------------------- checkpoints
@@ -1122,7 +1126,8 @@ FREE = {"resume", "resume_with_changes", "output_dir", "track", "num_steps", "ev
 
 def check_resume(args, run: Run) -> None:
     """Refuse to continue under options that would make it another run."""
-    saved, now = saved_args(args.resume), json.loads(json.dumps(dataclasses.asdict(args)))
+    saved = saved_args(args.resume, run.script)
+    now = json.loads(json.dumps(dataclasses.asdict(args)))
     changed = [f"--{name.replace('_', '-')} {saved.get(name)} -> {now[name]}" for name in now
                if name not in FREE and saved.get(name) != now[name]]
     if changed and not args.resume_with_changes:

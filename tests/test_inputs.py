@@ -115,6 +115,11 @@ def test_resume_without_a_run(tmp_path):
     assert "no args.json" in refusal(tmp_path, resume=str(tmp_path / "nothing"))
 
 
+def test_resume_with_another_script(tmp_path):
+    (tmp_path / "args.json").write_text(json.dumps({"script": "dapo", "args": {}}))
+    assert "a run of dapo.py" in refusal(tmp_path, resume=str(tmp_path))
+
+
 def test_large_model_at_the_tiny_learning_rate(tmp_path):
     from transformers import LlamaConfig
 

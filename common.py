@@ -974,9 +974,9 @@ def check_health(metrics: dict, args, run: Run, log) -> None:
     log.warn(any(name.startswith("reward/") for name in metrics), "some rewards failed and paid 0: "
              "see reward/… in metrics.jsonl")
     if run.step == 1 and args.num_minibatches * args.num_iterations == 1:
-        log.note("one optimizer step per rollout: every ratio is 1, so the loss is near 0 and the "
-                 "clip ratios are 0. The gradient isn't: watch grad_norm and reward "
-                 "(docs/metrics.md)")
+        log.note("one optimizer step per rollout: every ratio is 1, so the clip ratios are 0, and "
+                 "the loss is near 0 or means nothing. The gradient isn't 0: watch grad_norm and "
+                 "reward (docs/metrics.md)")
 
 
 class Log:

@@ -4,14 +4,13 @@ A symmetric clip keeps rare tokens rare: raise its upper bound. Groups all right
 nothing: sample until the batch is full of others. A mean per answer mutes long ones: average over
 all tokens. Length is punished softly before the limit, and not only by being cut off.
 
-    r_i  = 2 if right, else 0, + min(0, max(−1, ((L_max − L_cache) − |o_i|) / L_cache))
+    r_i  = (2 if right else 0) + min(0, max(−1, (L_max − L_cache − |o_i|) / L_cache))
     loss = −1/Σ|o_i| Σ_i Σ_t min(ρ_it A_i, clip(ρ_it, 1−ε_low, 1+ε_high) A_i)
 
 Differs from grpo.py in
-- clip_high 0.28; no KL
-- token_weights: mean over all tokens of the step
+- clip_high 0.28; no KL; token_weights: mean over all tokens of the step
 - sample_until_full: dynamic sampling
-- overlong_punishment: one more reward part; 2 or 0 gives the advantages of the paper's ±1
+- rewards: right (2 or 0: the same advantages as the paper's ±1) and overlong_punishment; no format
 
     python dapo.py
     python dapo.py gsm8k
@@ -109,7 +108,7 @@ class Args:
     max_gen_batches: int = 10
     """sampling rounds per step at most; then what was kept is trained on"""
     max_empty_steps: int = 3
-    """steps in a row for which nothing was kept, after which the run stops"""
+    """attempts per step, of max_gen_batches rounds each; if none keeps a group the run stops"""
     overlong_cache: int = 32
     """L_cache, width of the zone before max_completion_tokens where length is punished; 0: none"""
     overlong_filter: bool = False
@@ -121,10 +120,9 @@ class Args:
 PRESETS = {"tiny": Args(), "gsm8k": Args(
     model="Qwen/Qwen2.5-0.5B-Instruct", dataset="openai/gsm8k", dataset_config="main",
     instruction="\nThink step by step, and put the final answer in \\boxed{}.",
-    group_size=16, prompts_per_step=512, num_minibatches=16, num_steps=30,
+    group_size=16, prompts_per_step=512, num_minibatches=16, num_steps=30, overlong_cache=512,
     learning_rate=1e-6, max_grad_norm=1.0, max_prompt_tokens=512, max_completion_tokens=2048,
-    overlong_cache=512,
-    micro_batch_tokens=16384, eval_every=100, save_every=100)}
+    micro_batch_tokens=16384, eval_every=25, save_every=25)}
 REWARDS = [correct]
 
 
@@ -133,7 +131,7 @@ def advantages(rewards, args):
     """How much better each answer is than its group. [prompts, group, parts] -> [prompts, group]"""
     parts = zip(args.reward_weights, rewards.unbind(-1), strict=True)
     total = sum(weight * part for weight, part in parts)  # [prompts, group]
-    useful = total.amax(1, keepdim=True) > total.amin(1, keepdim=True)  # std isn't 0 in fp32
+    useful = total.amax(1, keepdim=True) > total.amin(1, keepdim=True)  # exact; std rounds
     adv = (total - total.mean(1, keepdim=True)) / (total.std(1, keepdim=True) + 1e-4)  # n − 1
     return torch.where(useful, adv, 0.0)
 
@@ -164,16 +162,17 @@ def repeated(group):
 
 def sample_until_full(sampler, tokenizer, train, reward_model, args, run, log):
     """Dynamic sampling, eq. 11: -> prompts_per_step groups, over all ranks, with both right and
-    wrong answers, by correctness and not by reward. Fewer, with a warning, when rounds run out."""
+    wrong answers, by correctness and not by reward. Fewer, with a warning, when rounds run out. All
+    that is logged of rewards and answers is of these groups alone."""
     for _ in range(args.max_empty_steps):
         kept, punished, duplicates = [], 0, 0
         for rounds in range(1, args.max_gen_batches + 1):
             rows = common.next_rows(train, args, run)
             groups = common.sample_groups(sampler, tokenizer, rows, args, run)
-            for again in ("again", "and again") if args.no_repeat else ():
+            for purpose in ("again", "and again") if args.no_repeat else ():  # with other seeds
                 having = [group for group in groups if repeated(group)]
                 rows = [group[0].row for group in having]
-                fresh = common.sample_groups(sampler, tokenizer, rows, args, run, again)
+                fresh = common.sample_groups(sampler, tokenizer, rows, args, run, purpose)
                 for group, more in zip(having, fresh):
                     for i, new in zip(repeated(group), more):
                         group[i] = new
@@ -189,14 +188,14 @@ def sample_until_full(sampler, tokenizer, train, reward_model, args, run, log):
                     s.in_loss = not (args.overlong_filter and s.truncated
                                      or args.no_repeat and i in copies)
             kept += [group for group in groups if len({s.correct for s in group}) == 2]
-            run.counts["dapo/generations"] += run.rank == 0
+            run.counts["dapo/generations"] += run.rank == 0  # once: counts add up over ranks
             places = sum(run.gather_objects([group[0].row["position"] for group in kept]), [])
             if len(places) >= args.prompts_per_step:
                 break
         if places:
             break
         run.counts["dapo/empty_steps"] += run.rank == 0
-    else:
+    else:  # no attempt kept anything
         raise common.RunError("nothing to learn from: no group had both right and wrong answers in "
                               f"{args.max_empty_steps * rounds} rounds; take easier or harder data")
     last = sorted(places)[:args.prompts_per_step][-1]  # the surplus is dropped
@@ -246,7 +245,7 @@ def main(args: Args) -> None:
             one_update = len(minibatches) * args.num_iterations == 1
             for micro in sum(minibatches, []):
                 with torch.no_grad():
-                    if not (one_update and micro.learns):  # else they come with the learn pass
+                    if not (one_update and micro.learns):  # else π_old is π_θ, from the learn pass
                         logp, entropy = policy.token_logprobs(micro, args.temperature)
                         micro.old_logp, micro.entropy = logp, entropy
                     if reference:
@@ -260,17 +259,17 @@ def main(args: Args) -> None:
                     if one_update:
                         micro.old_logp, micro.entropy = logp.detach(), entropy
                     loss = token_loss(logp, micro.old_logp, micro.adv, micro.mask, args)
-                    loss = loss * common.importance_weights(micro, args.tis_cap)
+                    loss = loss * common.importance_weights(micro, args.tis_cap)  # of the sampler
                     if reference:  # k3: never negative, and KL(π_θ, π_ref) on average
                         x = (micro.ref_logp - logp).clamp(-20, 20)
                         k3 = torch.exp(x) - x - 1
                         loss = loss + args.kl_coef * k3
-                        run.add("kl", k3.detach() * micro.sampled)
+                        run.add("kl", k3.detach() * micro.sampled)  # in the loss or not
                     weights = token_weights(micro.mask, num_sequences, num_tokens, args)
                     loss = (weights * loss).sum()
                     (loss * run.world).backward()  # FSDP takes the mean over ranks
                     run.add("loss", loss.detach())
-                    run.add_clipped(token_loss, logp, micro, args)
+                    run.add_clipped(token_loss, logp, micro, args)  # counts tokens without gradient
                 if run.finite(common.clip_gradients(policy, args.max_grad_norm)):
                     optimizer.step()
                 optimizer.zero_grad()

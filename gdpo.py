@@ -8,8 +8,8 @@ even cancel to a constant sum. So normalise each reward on its own, then weigh, 
     A     = (A_sum − mean(A_sum)) / (std(A_sum) + 1e-4)     over all sequences of the rollout
 
 Differs from grpo.py in
-- advantages: normalised per reward part, weighed and added, then normalised over the batch
-- conditioned: an option of the paper, by which an easy reward counts only where the first does
+- advantages: each part normalised, weighted, added, normalised again; 0 where no part varies
+- conditioned: the paper's option that easy parts count only where the first reaches a threshold
 
     python gdpo.py
     python gdpo.py gsm8k
@@ -113,7 +113,7 @@ PRESETS = {"tiny": Args(), "gsm8k": Args(
     instruction="\nThink step by step, and put the final answer in \\boxed{}.",
     group_size=8, prompts_per_step=16, num_steps=934,  # 2 passes over the 7473 problems
     learning_rate=1e-6, max_grad_norm=0.5, max_prompt_tokens=512, max_completion_tokens=2048,
-    micro_batch_tokens=16384, eval_every=100, save_every=100)}
+    micro_batch_tokens=16384, eval_every=25, save_every=25)}
 REWARDS = [correct, format]
 
 
@@ -182,7 +182,7 @@ def main(args: Args) -> None:
             one_update = len(minibatches) * args.num_iterations == 1
             for micro in sum(minibatches, []):
                 with torch.no_grad():
-                    if not (one_update and micro.learns):  # else they come with the learn pass
+                    if not (one_update and micro.learns):  # else π_old is π_θ, from the learn pass
                         logp, entropy = policy.token_logprobs(micro, args.temperature)
                         micro.old_logp, micro.entropy = logp, entropy
                     if reference:
@@ -196,17 +196,17 @@ def main(args: Args) -> None:
                     if one_update:
                         micro.old_logp, micro.entropy = logp.detach(), entropy
                     loss = token_loss(logp, micro.old_logp, micro.adv, micro.mask, args)
-                    loss = loss * common.importance_weights(micro, args.tis_cap)
+                    loss = loss * common.importance_weights(micro, args.tis_cap)  # of the sampler
                     if reference:  # k3: never negative, and KL(π_θ, π_ref) on average
                         x = (micro.ref_logp - logp).clamp(-20, 20)
                         k3 = torch.exp(x) - x - 1
                         loss = loss + args.kl_coef * k3
-                        run.add("kl", k3.detach() * micro.sampled)
+                        run.add("kl", k3.detach() * micro.sampled)  # in the loss or not
                     weights = token_weights(micro.mask, num_sequences, num_tokens, args)
                     loss = (weights * loss).sum()
                     (loss * run.world).backward()  # FSDP takes the mean over ranks
                     run.add("loss", loss.detach())
-                    run.add_clipped(token_loss, logp, micro, args)
+                    run.add_clipped(token_loss, logp, micro, args)  # counts tokens without gradient
                 if run.finite(common.clip_gradients(policy, args.max_grad_norm)):
                     optimizer.step()
                 optimizer.zero_grad()

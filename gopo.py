@@ -3,12 +3,12 @@
 A learned reward model can be trusted for which answer is better, not for by how much. So rewards
 only rank the answers of a group, and an outlier or a stretched scale changes nothing.
 
-    A_i = s · (2 (rank_i − 1)/(G − 1) − 1)      rank 1 is the worst of G; ties share their mean rank
+    A_i = s · (2 (rank_i − 1)/(G − 1) − 1) = s · (won_i − lost_i)/(G − 1)      rank 1: the worst
 
 Differs from grpo.py in
 - advantages: from −s to s by rank, no mean and no std
 - token_weights: mean over all tokens of the step, as the paper's code has it
-- rank_scale: the range s, 2 in the paper
+- rank_scale: s, 2 in the paper
 - REWARDS: with a graded one; of only right and wrong, ranks say no more than r − mean(r)
 
     python gopo.py
@@ -114,7 +114,7 @@ PRESETS = {"tiny": Args(), "gsm8k": Args(
     instruction="\nThink step by step, and put the final answer in \\boxed{}.",
     group_size=8, prompts_per_step=16, num_steps=934,  # 2 passes over the 7473 problems
     learning_rate=1e-6, max_grad_norm=0.5, max_prompt_tokens=512, max_completion_tokens=2048,
-    micro_batch_tokens=16384, eval_every=100, save_every=100)}
+    micro_batch_tokens=16384, eval_every=25, save_every=25)}
 
 
 def closeness(text: str, gold: str) -> float:
@@ -134,7 +134,7 @@ def advantages(rewards, args):
     """How much better each answer is than its group. [prompts, group, parts] -> [prompts, group]"""
     parts = zip(args.reward_weights, rewards.unbind(-1), strict=True)
     total = sum(weight * part for weight, part in parts)  # [prompts, group]
-    better = total[:, :, None] > total[:, None, :]  # [prompts, group, group]: than how many?
+    better = total[:, :, None] > total[:, None, :]  # [prompts, i, j]: i is better than j
     return args.rank_scale * (better.sum(2) - better.sum(1)) / (total.shape[1] - 1)  # won − lost
 
 
@@ -189,7 +189,7 @@ def main(args: Args) -> None:
             one_update = len(minibatches) * args.num_iterations == 1
             for micro in sum(minibatches, []):
                 with torch.no_grad():
-                    if not (one_update and micro.learns):  # else they come with the learn pass
+                    if not (one_update and micro.learns):  # else π_old is π_θ, from the learn pass
                         logp, entropy = policy.token_logprobs(micro, args.temperature)
                         micro.old_logp, micro.entropy = logp, entropy
                     if reference:
@@ -203,17 +203,17 @@ def main(args: Args) -> None:
                     if one_update:
                         micro.old_logp, micro.entropy = logp.detach(), entropy
                     loss = token_loss(logp, micro.old_logp, micro.adv, micro.mask, args)
-                    loss = loss * common.importance_weights(micro, args.tis_cap)
+                    loss = loss * common.importance_weights(micro, args.tis_cap)  # of the sampler
                     if reference:  # k3: never negative, and KL(π_θ, π_ref) on average
                         x = (micro.ref_logp - logp).clamp(-20, 20)
                         k3 = torch.exp(x) - x - 1
                         loss = loss + args.kl_coef * k3
-                        run.add("kl", k3.detach() * micro.sampled)
+                        run.add("kl", k3.detach() * micro.sampled)  # in the loss or not
                     weights = token_weights(micro.mask, num_sequences, num_tokens, args)
                     loss = (weights * loss).sum()
                     (loss * run.world).backward()  # FSDP takes the mean over ranks
                     run.add("loss", loss.detach())
-                    run.add_clipped(token_loss, logp, micro, args)
+                    run.add_clipped(token_loss, logp, micro, args)  # counts tokens without gradient
                 if run.finite(common.clip_gradients(policy, args.max_grad_norm)):
                     optimizer.step()
                 optimizer.zero_grad()

@@ -4,11 +4,12 @@ PPO needs a critic to know whether an answer was better than expected. GRPO samp
 answers to the same prompt instead: an answer is as good as it is better than its group's mean.
 
     A_i  = (r_i − mean(r)) / (std(r) + 1e-4)      one advantage for all tokens of answer i
-    ρ_it = π_θ(o_it) / π_old(o_it)
-    loss = −1/N Σ_i 1/|o_i| Σ_t [ min(ρ_it A_i, clip(ρ_it, 1−ε, 1+ε) A_i) − β k3_it ]
+    ρ_it = π_θ(o_it) / π_old(o_it)      o_it: token t of answer i. N: answers per optimizer step
+    loss = −1/N Σ_i 1/|o_i| Σ_t [ w_it min(ρ_it A_i, clip(ρ_it, 1−ε, 1+ε) A_i) − β k3_it ]
+    w_it = min(π_old(o_it) / π_sampler(o_it), 2)      for trainer and sampler round differently
 
     python grpo.py                              a tiny model learns to add, on two CPU cores
-    python grpo.py gsm8k --group-size 16        Qwen2.5-0.5B-Instruct on GSM8K, on one GPU
+    python grpo.py gsm8k                        Qwen2.5-0.5B-Instruct on GSM8K, on one GPU
 """
 from dataclasses import dataclass
 
@@ -107,7 +108,7 @@ PRESETS = {"tiny": Args(), "gsm8k": Args(
     instruction="\nThink step by step, and put the final answer in \\boxed{}.",
     group_size=8, prompts_per_step=16, num_steps=934,  # 2 passes over the 7473 problems
     learning_rate=1e-6, max_grad_norm=0.5, max_prompt_tokens=512, max_completion_tokens=2048,
-    micro_batch_tokens=16384, eval_every=100, save_every=100)}
+    micro_batch_tokens=16384, eval_every=25, save_every=25)}
 REWARDS = [correct, format]
 
 
@@ -116,7 +117,7 @@ def advantages(rewards, args):
     """How much better each answer is than its group. [prompts, group, parts] -> [prompts, group]"""
     parts = zip(args.reward_weights, rewards.unbind(-1), strict=True)
     total = sum(weight * part for weight, part in parts)  # [prompts, group]
-    useful = total.amax(1, keepdim=True) > total.amin(1, keepdim=True)  # std isn't 0 in fp32
+    useful = total.amax(1, keepdim=True) > total.amin(1, keepdim=True)  # exact; std rounds
     adv = (total - total.mean(1, keepdim=True)) / (total.std(1, keepdim=True) + 1e-4)  # n − 1
     return torch.where(useful, adv, 0.0)
 
@@ -172,7 +173,7 @@ def main(args: Args) -> None:
             one_update = len(minibatches) * args.num_iterations == 1
             for micro in sum(minibatches, []):
                 with torch.no_grad():
-                    if not (one_update and micro.learns):  # else they come with the learn pass
+                    if not (one_update and micro.learns):  # else π_old is π_θ, from the learn pass
                         logp, entropy = policy.token_logprobs(micro, args.temperature)
                         micro.old_logp, micro.entropy = logp, entropy
                     if reference:
@@ -186,17 +187,17 @@ def main(args: Args) -> None:
                     if one_update:
                         micro.old_logp, micro.entropy = logp.detach(), entropy
                     loss = token_loss(logp, micro.old_logp, micro.adv, micro.mask, args)
-                    loss = loss * common.importance_weights(micro, args.tis_cap)
+                    loss = loss * common.importance_weights(micro, args.tis_cap)  # of the sampler
                     if reference:  # k3: never negative, and KL(π_θ, π_ref) on average
                         x = (micro.ref_logp - logp).clamp(-20, 20)
                         k3 = torch.exp(x) - x - 1
                         loss = loss + args.kl_coef * k3
-                        run.add("kl", k3.detach() * micro.sampled)
+                        run.add("kl", k3.detach() * micro.sampled)  # in the loss or not
                     weights = token_weights(micro.mask, num_sequences, num_tokens, args)
                     loss = (weights * loss).sum()
                     (loss * run.world).backward()  # FSDP takes the mean over ranks
                     run.add("loss", loss.detach())
-                    run.add_clipped(token_loss, logp, micro, args)
+                    run.add_clipped(token_loss, logp, micro, args)  # counts tokens without gradient
                 if run.finite(common.clip_gradients(policy, args.max_grad_norm)):
                     optimizer.step()
                 optimizer.zero_grad()

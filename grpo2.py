@@ -7,8 +7,8 @@ says less than a group of 16 does, but the same rollouts cover eight times the p
 
 Differs from grpo.py in
 - advantages: the population std (n), which makes them ±1
-- group_size 2, with eight times the prompts per step
-- clip_high 0.28; no KL; in the preset the paper's learning rate, eight times as high too
+- group_size 2, eight times the prompts; preset: the paper's 256, 512 rollouts to grpo.py's 128
+- clip_high 0.28; no KL; preset: the paper's learning rate 8e-6, eight times 16-GRPO's
 
     python grpo2.py
     python grpo2.py gsm8k
@@ -110,7 +110,7 @@ PRESETS = {"tiny": Args(), "gsm8k": Args(
     instruction="\nThink step by step, and put the final answer in \\boxed{}.",
     group_size=2, prompts_per_step=256, num_steps=58,  # 2 passes over the 7473 problems
     learning_rate=8e-6, max_grad_norm=1.0, max_prompt_tokens=512, max_completion_tokens=2048,
-    micro_batch_tokens=16384, eval_every=100, save_every=100)}
+    micro_batch_tokens=16384, eval_every=25, save_every=25)}
 REWARDS = [correct, format]
 
 
@@ -119,7 +119,7 @@ def advantages(rewards, args):
     """How much better each answer is than its group. [prompts, group, parts] -> [prompts, group]"""
     parts = zip(args.reward_weights, rewards.unbind(-1), strict=True)
     total = sum(weight * part for weight, part in parts)  # [prompts, group]
-    useful = total.amax(1, keepdim=True) > total.amin(1, keepdim=True)  # std isn't 0 in fp32
+    useful = total.amax(1, keepdim=True) > total.amin(1, keepdim=True)  # exact; std rounds
     total = total.double()  # so that A is exactly ±1
     adv = (total - total.mean(1, keepdim=True)) / total.std(1, keepdim=True, correction=0)  # n
     return torch.where(useful, adv, 0.0).float()
@@ -176,7 +176,7 @@ def main(args: Args) -> None:
             one_update = len(minibatches) * args.num_iterations == 1
             for micro in sum(minibatches, []):
                 with torch.no_grad():
-                    if not (one_update and micro.learns):  # else they come with the learn pass
+                    if not (one_update and micro.learns):  # else π_old is π_θ, from the learn pass
                         logp, entropy = policy.token_logprobs(micro, args.temperature)
                         micro.old_logp, micro.entropy = logp, entropy
                     if reference:
@@ -190,17 +190,17 @@ def main(args: Args) -> None:
                     if one_update:
                         micro.old_logp, micro.entropy = logp.detach(), entropy
                     loss = token_loss(logp, micro.old_logp, micro.adv, micro.mask, args)
-                    loss = loss * common.importance_weights(micro, args.tis_cap)
+                    loss = loss * common.importance_weights(micro, args.tis_cap)  # of the sampler
                     if reference:  # k3: never negative, and KL(π_θ, π_ref) on average
                         x = (micro.ref_logp - logp).clamp(-20, 20)
                         k3 = torch.exp(x) - x - 1
                         loss = loss + args.kl_coef * k3
-                        run.add("kl", k3.detach() * micro.sampled)
+                        run.add("kl", k3.detach() * micro.sampled)  # in the loss or not
                     weights = token_weights(micro.mask, num_sequences, num_tokens, args)
                     loss = (weights * loss).sum()
                     (loss * run.world).backward()  # FSDP takes the mean over ranks
                     run.add("loss", loss.detach())
-                    run.add_clipped(token_loss, logp, micro, args)
+                    run.add_clipped(token_loss, logp, micro, args)  # counts tokens without gradient
                 if run.finite(common.clip_gradients(policy, args.max_grad_norm)):
                     optimizer.step()
                 optimizer.zero_grad()

@@ -1,7 +1,7 @@
 """GSPO, Group Sequence Policy Optimization: arXiv 2507.18071 (2025).
 
-The reward is given to a whole answer, so the ratio should be one of whole answers too. One token's
-ratio is a single noisy sample, and its noise adds up over long answers; their mean is steady.
+The reward is given to a whole answer, so the ratio should be one of whole answers too. A token's
+ratio is one noisy sample, and the noise adds up over long answers; the geometric mean is steady.
 
     s_i  = (π_θ(o_i) / π_old(o_i))^(1/|o_i|) = exp(1/|o_i| Σ_t log ρ_it)
     loss = −1/N Σ_i min(s_i A_i, clip(s_i, 1−ε_low, 1+ε_high) A_i)
@@ -111,7 +111,7 @@ PRESETS = {"tiny": Args(), "gsm8k": Args(
     instruction="\nThink step by step, and put the final answer in \\boxed{}.",
     group_size=8, prompts_per_step=16, num_minibatches=4, num_steps=934,  # 2 passes over the data
     learning_rate=1e-6, max_grad_norm=0.5, max_prompt_tokens=512, max_completion_tokens=2048,
-    micro_batch_tokens=16384, eval_every=100, save_every=100)}
+    micro_batch_tokens=16384, eval_every=25, save_every=25)}
 REWARDS = [correct, format]
 
 
@@ -120,7 +120,7 @@ def advantages(rewards, args):
     """How much better each answer is than its group. [prompts, group, parts] -> [prompts, group]"""
     parts = zip(args.reward_weights, rewards.unbind(-1), strict=True)
     total = sum(weight * part for weight, part in parts)  # [prompts, group]
-    useful = total.amax(1, keepdim=True) > total.amin(1, keepdim=True)  # std isn't 0 in fp32
+    useful = total.amax(1, keepdim=True) > total.amin(1, keepdim=True)  # exact; std rounds
     adv = (total - total.mean(1, keepdim=True)) / (total.std(1, keepdim=True) + 1e-4)  # n − 1
     return torch.where(useful, adv, 0.0)
 
@@ -177,7 +177,7 @@ def main(args: Args) -> None:
             one_update = len(minibatches) * args.num_iterations == 1
             for micro in sum(minibatches, []):
                 with torch.no_grad():
-                    if not (one_update and micro.learns):  # else they come with the learn pass
+                    if not (one_update and micro.learns):  # else π_old is π_θ, from the learn pass
                         logp, entropy = policy.token_logprobs(micro, args.temperature)
                         micro.old_logp, micro.entropy = logp, entropy
                     if reference:
@@ -191,17 +191,17 @@ def main(args: Args) -> None:
                     if one_update:
                         micro.old_logp, micro.entropy = logp.detach(), entropy
                     loss = token_loss(logp, micro.old_logp, micro.adv, micro.mask, args)
-                    loss = loss * common.importance_weights(micro, args.tis_cap)
+                    loss = loss * common.importance_weights(micro, args.tis_cap)  # of the sampler
                     if reference:  # k3: never negative, and KL(π_θ, π_ref) on average
                         x = (micro.ref_logp - logp).clamp(-20, 20)
                         k3 = torch.exp(x) - x - 1
                         loss = loss + args.kl_coef * k3
-                        run.add("kl", k3.detach() * micro.sampled)
+                        run.add("kl", k3.detach() * micro.sampled)  # in the loss or not
                     weights = token_weights(micro.mask, num_sequences, num_tokens, args)
                     loss = (weights * loss).sum()
                     (loss * run.world).backward()  # FSDP takes the mean over ranks
                     run.add("loss", loss.detach())
-                    run.add_clipped(token_loss, logp, micro, args)
+                    run.add_clipped(token_loss, logp, micro, args)  # counts tokens without gradient
                 if run.finite(common.clip_gradients(policy, args.max_grad_norm)):
                     optimizer.step()
                 optimizer.zero_grad()

@@ -166,8 +166,8 @@ def test_other_metrics_are_documented():
     """Those that only some runs have, as the sources spell them."""
     sources = "".join(read(name) for name in ("common.py", "answers.py", "dapo.py"))
     keys = set(re.findall(r'"((?:eval|dapo|sampling|time|completions)/[a-z_/]+)"', sources))
-    keys |= set(re.findall(r'"(checker_[a-z]+)"', read("answers.py")))
-    assert {"eval/accuracy", "dapo/share_kept", "checker_timeout"} <= keys
+    keys |= {f"reward/{name}" for name in re.findall(r'"(checker_[a-z]+)"', read("answers.py"))}
+    assert {"eval/accuracy", "dapo/share_kept", "reward/checker_timeout"} <= keys
     assert not unknown(keys)
 
 

@@ -1,6 +1,6 @@
 """Makes the embedded default: a tiny Llama that can add, and the problems it is trained on.
 
-    python tiny/make.py        # about five minutes on two CPU cores; the same seed, the same data
+    python tiny/make.py        # 5 to 8 minutes on two CPU cores; the same seed, the same data
 
 writes into the folder of this file, or into --out,
 

@@ -588,10 +588,10 @@ def minibatches(groups: list[list[Sample]], args, run: Run) -> list[list[Micro]]
         micros = []
         for kind in (True, False):
             mine = micro_batches([s for s in samples if learns(s, args) is kind], args, run)
-            while len(mine) < max(run.gather_objects(len(mine))):
-                filler = pack([Sample([0, 0], [], [])], args, run)
-                mine.append(dataclasses.replace(filler, num_sequences=0, learns=kind))
-            micros += mine
+            filler = pack([Sample([0, 0], [], [])], args, run)
+            filler = dataclasses.replace(filler, num_sequences=0, learns=kind)
+            most = max(run.gather_objects(len(mine)))
+            micros += mine + [filler] * (most - len(mine))
         if micros:
             result.append(micros)
     return result

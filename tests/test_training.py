@@ -1,5 +1,6 @@
 """The whole loop with the real engines on the tiny model: a few steps each."""
 import json
+import math
 import os
 import signal
 import subprocess
@@ -184,6 +185,86 @@ def test_every_variant_runs_and_moves_the_weights(name, data, tmp_path):  # C9
     assert all(not torch.equal(before[name], after[name]) for name in before)  # J8
 
 
+def graded(text, gold):
+    """A reward of up to 9 with many values."""
+    return sum(character.isdigit() for character in text) % 10
+
+
+def exponential(text, gold):
+    return math.exp(graded(text, gold))
+
+
+@pytest.mark.parametrize("name, same", [("gopo", True), ("grpo", False)])
+def test_gopo_sees_the_order_of_rewards_alone(name, same, data, tmp_path, monkeypatch):
+    """Three steps with rewards and with exp(rewards): the same weights, bit for bit."""
+    script, weights = load(name), []
+    for reward in (graded, exponential):
+        monkeypatch.setattr(script, "REWARDS", [reward])
+        folder = tmp_path / reward.__name__
+        run(folder, script, dataset=data, sampler="hf", num_steps=3, eval_every=0,
+            prompts_per_step=4, group_size=8, max_completion_tokens=32, reward_weights=(1.0,))
+        weights.append((folder / "checkpoints/step-3/model.safetensors").read_bytes())
+    assert (weights[0] == weights[1]) is same
+
+
+def test_gdpo_learns_where_only_the_format_differs(tmp_path):
+    """No answer is ever right, boxes differ inside groups: still useful, and the weights move."""
+    path = tmp_path / "never.jsonl"
+    path.write_text(json.dumps({"question": "What is 12 + 34?", "answer": "-7"}) + "\n")
+    [_, step] = run(tmp_path / "run", load("gdpo"), dataset=str(path), sampler="hf", num_steps=1,
+                    eval_every=0, prompts_per_step=4, kl_coef=0.0)
+    assert step["rewards/correct/mean"] == 0 and 0 < step["rewards/format/mean"] < 1
+    assert step["useful_groups"] > 0 and step["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "gdpo"])
+def test_a_reward_model_trains(name, data, tmp_path):
+    """Its score is one more part; in dapo.py the punishment of length comes behind it."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+
+    config = LlamaConfig.from_pretrained(ROOT / "tiny/model", num_labels=1)
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "judge")
+    AutoTokenizer.from_pretrained(ROOT / "tiny/model").save_pretrained(tmp_path / "judge")
+    script = load(name)
+    weights = (*script.Args().reward_weights, 0.1)
+    [_, step] = run(tmp_path / "run", script, dataset=data, sampler="hf", num_steps=1, eval_every=0,
+                    reward_model=str(tmp_path / "judge"), reward_weights=weights)
+    parts = [key for key in step if key.startswith("rewards/")]
+    assert len(parts) == len(weights) and step["rewards/reward_model/mean"] != 0
+    assert parts.index("rewards/reward_model/mean") == len(script.REWARDS)
+
+
+def test_a_hostile_run_ends_with_every_case_counted(data, tmp_path, monkeypatch):
+    """Rewards that raise, return None, NaN or a list, and answers that hang the checker."""
+    def reward(name, value):
+        def broken(text, gold):
+            if value is TypeError:
+                raise TypeError("no")
+            return value
+        broken.__name__ = name
+        return broken
+
+    broken = [reward("raises", TypeError), reward("none", None), reward("nan", math.nan),
+              reward("few", [])]
+    monkeypatch.setattr(grpo, "REWARDS", [common.correct, *broken])
+    decode, towers = common.decode, iter(range(10**9))
+
+    def hostile(tokenizer, row, ids):
+        texts = decode(tokenizer, row, ids)
+        return [rf"\boxed{{9^{{9^{{9^{{{next(towers)}}}}}}}}}", "\x00" * 99, "{" * 9999, *texts[3:]]
+
+    monkeypatch.setattr(common, "decode", hostile)
+    steps = run(tmp_path / "run", dataset=data, sampler="hf", num_steps=20, eval_every=0,
+                prompts_per_step=1, group_size=6, max_completion_tokens=16,
+                reward_weights=(1.0, *[0.1] * 4))
+    assert [row["step"] for row in steps] == list(range(21))
+    last = steps[-1]
+    assert all(last[f"reward/{r.__name__}_error"] == 20 * 6 for r in broken)
+    assert "reward/checker_timeout" in last or "reward/checker_error" in last or (
+        last["accuracy"] == 0)
+    assert all(math.isfinite(value) for row in steps for value in row.values())
+
+
 def test_hf_sampler_trains(data, tmp_path):
     """Also: several updates per rollout clip something at a large learning rate (C7, C8)."""
     steps = run(tmp_path / "run", dataset=data, num_steps=2, sampler="hf", eval_every=0,
@@ -259,8 +340,10 @@ def test_ctrl_c_saves_and_leaves_no_process(data, tmp_path):  # I6
 
 
 def test_two_processes_compute_the_gradient_of_one(data, tmp_path):
-    """torchrun with two ranks, FSDP2 and two engines, against one process on the same batch."""
-    options = ["--dataset", data, "--num-steps", "2", "--eval-every", "0"]
+    """torchrun with two ranks, FSDP2 and two engines, against one process on the same batch; the
+    ranks have unequal numbers of micro-batches."""
+    options = ["--dataset", data, "--num-steps", "2", "--eval-every", "0",
+               "--micro-batch-tokens", "400", "--num-minibatches", "2"]
     for name, launcher in (("one", [sys.executable]), ("two", [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"])):
         command = [*launcher, "grpo.py", *options, "--output-dir", str(tmp_path / name)]

@@ -9,10 +9,9 @@ all tokens. Length is punished softly before the limit, and not only by being cu
 
 Differs from grpo.py in
 - clip_high 0.28; no KL; token_weights: mean over all tokens of the step
-- sample_until_full: dynamic sampling
+- sample_until_full: dynamic sampling; num_steps 50, for about as many completions as grpo.py's 80
 - rewards: right (2 or 0: the same advantages as the paper's ±1) and overlong_punishment; no format
 
-    python dapo.py
     python dapo.py gsm8k
 """
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ class Args:
     """G, completions per prompt"""
     prompts_per_step: int = 8
     """prompts per rollout, over all ranks"""
-    num_steps: int = 80
+    num_steps: int = 50
     """rollouts to train on"""
     num_minibatches: int = 1
     """optimizer steps per pass over a rollout"""
@@ -161,9 +160,8 @@ def repeated(group):
 
 
 def sample_until_full(sampler, tokenizer, train, reward_model, args, run, log):
-    """Dynamic sampling, eq. 11: -> prompts_per_step groups, over all ranks, with both right and
-    wrong answers, by correctness and not by reward. Fewer, with a warning, when rounds run out. All
-    that is logged of rewards and answers is of these groups alone."""
+    """Dynamic sampling, eq. 11: -> prompts_per_step groups, over all ranks, with right and wrong
+    answers, not rewards; fewer if rounds run out. What is logged of answers is of these alone."""
     for _ in range(args.max_empty_steps):
         kept, punished, duplicates = [], 0, 0
         for rounds in range(1, args.max_gen_batches + 1):

@@ -86,6 +86,26 @@ def test_same_seed_same_run_and_resumed_run_the_same(four_steps, data, tmp_path)
     assert untimed(rows(tmp_path / "run")) == untimed(whole)
 
 
+def test_a_killed_run_goes_on_as_if_never_stopped(data, tmp_path):  # G1, G8
+    """SIGKILL at any moment, a checkpoint every step: the same rows as without it, none doubled."""
+    options = ["--dataset", data, "--sampler", "hf", "--num-steps", "6", "--eval-every", "3",
+               "--save-every", "1", "--prompts-per-step", "2", "--max-completion-tokens", "32"]
+    command = [sys.executable, "grpo.py", *options, "--output-dir"]
+    subprocess.run([*command, str(tmp_path / "whole")], cwd=ROOT, check=True, capture_output=True)
+    process = subprocess.Popen([*command, str(tmp_path / "killed")], cwd=ROOT,
+                               stderr=subprocess.DEVNULL)
+    while not list(tmp_path.glob("killed/checkpoints/step-2")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    subprocess.run([sys.executable, "grpo.py", "--resume", str(tmp_path / "killed")], cwd=ROOT,
+                   check=True, capture_output=True)
+    assert untimed(rows(tmp_path / "killed")) == untimed(rows(tmp_path / "whole"))
+    samples = [(tmp_path / name / "samples.jsonl").read_text() for name in ("whole", "killed")]
+    assert samples[0] == samples[1]
+
+
 def test_resume_with_other_options_is_refused(four_steps, data):
     folder, before = four_steps
     options = dict(dataset=data, eval_every=2, save_every=2, num_steps=6)

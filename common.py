@@ -206,7 +206,8 @@ class Run:
         self.clock = time.perf_counter()
 
     def add(self, name: str, values: torch.Tensor) -> None:
-        self.sums[name] += values.sum().item()
+        value = values.sum().item()
+        self.sums[name] += value if math.isfinite(value) else 0.0  # its gradient is counted
 
     def add_clipped(self, token_loss, logp, micro, args) -> None:
         """Count tokens left without gradient, ∂token_loss/∂logp = 0, by the advantage's sign."""
@@ -707,7 +708,7 @@ class VllmSampler:
             raise RunError("weight sync: vLLM kept its prefix cache; answers would mix old and new")
         name, weight = read_back["name"], read_back["weight"]
         held = self.llm.apply_model(lambda model: dict(model.named_parameters()).get(name))[0]
-        if held is not None and not torch.equal(held.to(weight.device), weight):
+        if held is None or not torch.equal(held.to(weight.device), weight):
             raise RunError(f"weight sync: {name} in vLLM is not the trainer's")
 
     def close(self) -> None:

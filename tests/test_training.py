@@ -267,11 +267,11 @@ def test_a_hostile_run_ends_with_every_case_counted(data, tmp_path, monkeypatch)
     broken = [reward("raises", TypeError), reward("none", None), reward("nan", math.nan),
               reward("few", [])]
     monkeypatch.setattr(grpo, "REWARDS", [common.correct, *broken])
-    decode, towers = common.decode, iter(range(10**9))
+    decode = common.decode
 
     def hostile(tokenizer, row, ids):
         texts = decode(tokenizer, row, ids)
-        return [rf"\boxed{{9^{{9^{{9^{{{next(towers)}}}}}}}}}", "\x00" * 99, "{" * 9999, *texts[3:]]
+        return [r"\boxed{9^{9^{9^{9}}}+1}", "\x00" * 99, "{" * 9999, *texts[3:]]
 
     monkeypatch.setattr(common, "decode", hostile)
     steps = run(tmp_path / "run", dataset=data, sampler="hf", num_steps=20, eval_every=0,
@@ -280,8 +280,7 @@ def test_a_hostile_run_ends_with_every_case_counted(data, tmp_path, monkeypatch)
     assert [row["step"] for row in steps] == list(range(21))
     last = steps[-1]
     assert all(last[f"reward/{r.__name__}_error"] == 20 * 6 for r in broken)
-    assert "reward/checker_timeout" in last or "reward/checker_error" in last or (
-        last["accuracy"] == 0)
+    assert last["reward/checker_timeout"] == 20
     assert all(math.isfinite(value) for row in steps for value in row.values())
 
 

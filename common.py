@@ -65,6 +65,8 @@ def launch(main, presets: dict) -> None:
             args = parse(default=dataclasses.replace(default, **saved))
         main(args)
     except RunError as error:
+        if int(os.environ.get("RANK", 0)):  # when all ranks say the same, rank 0's line is enough:
+            time.sleep(10)  # torchrun ends the others
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
@@ -124,6 +126,8 @@ def check_args(args, parts: list[str], world: int) -> None:
     need(args.sampler == "hf" or importlib.util.find_spec("vllm"), "sampler", "vLLM is not "
          "installed: pip install -r requirements.txt (GPU) or requirements-cpu.txt (Linux), or use "
          "--sampler hf")
+    need(not args.vllm_sleep or args.sampler == "vllm" and torch.cuda.is_available(), "vllm_sleep",
+         "vLLM sleeps on a GPU only; leave it out")
 
 
 def check_model(args) -> int:
@@ -210,8 +214,13 @@ class Run:
         self.sums[name] += value if math.isfinite(value) else 0.0  # its gradient is counted
 
     def add_clipped(self, token_loss, logp, micro, args) -> None:
-        """Count tokens left without gradient, ∂token_loss/∂logp = 0, by the advantage's sign."""
+        """Count tokens left without gradient, ∂token_loss/∂logp = 0, by the advantage's sign, and
+        keep the extremes of the ratio."""
         leaf = logp.detach().requires_grad_()
+        log_ratio = ((leaf.detach() - micro.old_logp) * micro.mask).clamp(-20, 20)
+        for name, values in (("log_ratio_max", log_ratio), ("minus_log_ratio_min", -log_ratio)):
+            if values.numel():
+                self.sums[name] = max(self.sums[name], values.amax().item())
         loss = token_loss(leaf, micro.old_logp, micro.adv, micro.mask, args).sum()
         still = (torch.autograd.grad(loss, leaf)[0] == 0) & (micro.mask > 0)
         self.add("clipped_high", still & (micro.adv > 0)[:, None])
@@ -672,23 +681,39 @@ class VllmSampler:
         options = {"distributed_executor_backend": "external_launcher"} if run.world > 1 else {}
         if run.device.type == "cpu":  # a seeded prompt can't be prefilled in two parts there
             options |= {"enable_chunked_prefill": False, "enforce_eager": True}
+        self.sleeps = args.vllm_sleep
         self.llm = vllm.LLM(
             model=path, skip_tokenizer_init=True, dtype=run.dtype, generation_config="vllm",
             max_model_len=args.max_prompt_tokens + args.max_completion_tokens,
             logprobs_mode="processed_logprobs", enable_prefix_caching=True, use_tqdm_on_load=False,
-            gpu_memory_utilization=args.vllm_memory_share, **options)
+            gpu_memory_utilization=args.vllm_memory_share, enable_sleep_mode=self.sleeps, **options)
+        if self.sleeps:  # does it wake up as it was? The first call puts it to sleep
+            before, after = (self.generate([stops], 1, [0], 0.0, 8) for _ in range(2))
+            if before[0][0][0] != after[0][0][0]:
+                raise RunError("--vllm-sleep: after its first sleep vLLM answers differently; "
+                               "leave it out")
+
+    def wake(self, *tags: str) -> None:
+        if self.sleeps:
+            torch.cuda.empty_cache()  # of what the learn phase left reserved
+            for tag in tags:
+                self.llm.wake_up([tag])  # does nothing if it is awake
 
     def generate(self, prompt_ids, n: int, seeds, temperature: float, max_tokens: int):
         """-> per prompt, n × (completion ids, their log-probs, truncated). Completion i of a prompt
-        is sampled with its seed + i, whatever else is in the batch and on how many ranks."""
+        is sampled with its seed + i, whatever else is in the batch and on how many ranks. With
+        --vllm-sleep the weights go to host memory afterwards, and the KV cache goes altogether."""
         params = [self.vllm.SamplingParams(
             n=n, seed=seed, temperature=temperature, top_p=1.0, top_k=0, min_p=0.0,
             repetition_penalty=1.0, max_tokens=max_tokens, stop_token_ids=self.stops, logprobs=0,
             flat_logprobs=True, detokenize=False) for seed in seeds]
         prompts = [{"prompt_token_ids": ids} for ids in prompt_ids]
+        self.wake("weights", "kv_cache")
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        if self.sleeps:
+            self.llm.sleep(level=1)
         return [[(list(c.token_ids), list(c.logprobs.logprobs), c.finish_reason == "length")
-                 for c in sorted(output.outputs, key=lambda c: c.index)]
-                for output in self.llm.generate(prompts, params, use_tqdm=False)]
+                 for c in sorted(output.outputs, key=lambda c: c.index)] for output in outputs]
 
     def sync(self, named_parameters) -> None:
         """Load (name, tensor) pairs, drop the prefix cache that the old weights filled, and read
@@ -701,6 +726,7 @@ class VllmSampler:
                     read_back.update(name=name, weight=weight.to(self.run.dtype, copy=True))
                 yield name, weight
 
+        self.wake("weights")
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": watched()})
         if self.run.device.type == "cpu":
             self.llm.apply_model(repack_head)
@@ -942,6 +968,8 @@ def rollout_metrics(groups, minibatches, rewards, adv, args, run: Run) -> dict:
         "completions/distinct": distinct.mean(), "entropy": sums["entropy"] / tokens,
         "clip_ratio/high_mean": sums["clipped_high"] / tokens / args.num_iterations,
         "clip_ratio/low_mean": sums["clipped_low"] / tokens / args.num_iterations,
+        "ratio/max": math.exp(max(rank["sums"]["log_ratio_max"] for rank in ranks)),
+        "ratio/min": math.exp(-max(rank["sums"]["minus_log_ratio_min"] for rank in ranks)),
         "sampling/sampling_logp_difference/mean": sums["gap"] / tokens,
         "sampling/sampling_logp_difference/max": max(rank["sums"]["gap_max"] for rank in ranks),
         "sampling/capped_ratio": sums["capped"] / tokens if args.tis_cap else 0.0,
@@ -1122,7 +1150,7 @@ def last_checkpoint(output_dir: Path) -> Path:
 
 # Options that a resumed run may change: its steps stay the same.
 FREE = {"resume", "resume_with_changes", "output_dir", "track", "num_steps", "eval_every",
-        "save_every", "keep_checkpoints", "vllm_memory_share"}
+        "save_every", "keep_checkpoints", "vllm_memory_share", "vllm_sleep"}
 
 
 def check_resume(args, run: Run) -> None:

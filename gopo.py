@@ -87,6 +87,8 @@ class Args:
     """vllm, or hf (transformers' generate) where vLLM can't be installed"""
     vllm_memory_share: float = 0.4
     """share of the GPU's memory for vLLM"""
+    vllm_sleep: bool = False
+    """vLLM gives the GPU's memory back while the policy learns"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
     eval_every: int = 40

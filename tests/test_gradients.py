@@ -80,11 +80,11 @@ class Updates(list):
     policy: torch.nn.Module
 
 
-def drive(monkeypatch, name, args, groups, reference=None, policy=None):
+def drive(monkeypatch, name, args, groups, reference=None, policy=None, **more):
     """main(args) on these groups. -> Updates
 
     `reference` and `policy` stand in for what load_model would load from args.model: a folder for
-    the first, or modules.
+    the first, or modules. `more` replaces further functions of common.
     """
     updates, groups = Updates(), copy.deepcopy(groups)
     real_load, real_clip = common.load_model, common.clip_gradients
@@ -114,8 +114,10 @@ def drive(monkeypatch, name, args, groups, reference=None, policy=None):
 
     def clip_gradients(model, max_norm):
         updates.append(SimpleNamespace(
-            weights={key: value.detach().clone() for key, value in model.named_parameters()},
-            gradients={key: torch.zeros_like(value) if value.grad is None else value.grad.clone()
+            weights={key: common.whole(value.detach()).clone()
+                     for key, value in model.named_parameters()},
+            gradients={key: common.whole(torch.zeros_like(value) if value.grad is None
+                                         else value.grad).clone()
                        for key, value in model.named_parameters()}))
         return real_clip(model, max_norm)
 
@@ -123,7 +125,7 @@ def drive(monkeypatch, name, args, groups, reference=None, policy=None):
     replaced = dict(start=start, Log=Log, load_model=load_model, clip_gradients=clip_gradients,
                     load_data=lambda args, run: (None, [], []), open_sampler=lambda *_: sampler,
                     next_rows=lambda *_: [], sample_groups=lambda *_: groups, score=lambda *_: None,
-                    save=lambda *_: None, check_health=lambda *_: None)
+                    save=lambda *_: None, check_health=lambda *_: None) | more
     with monkeypatch.context() as patch:
         for function, stub in replaced.items():
             patch.setattr(common, function, stub)
@@ -269,6 +271,7 @@ def test_gradient_of_the_first_update(name, models, monkeypatch):
     loss, expected = paper_gradients(name, args, updates[0], models, groups, advantages)
     close(updates[0].gradients, expected)
     assert updates.metrics["loss"] == pytest.approx(loss, rel=1e-4)
+    assert updates.metrics["ratio/min"] == updates.metrics["ratio/max"] == 1
     before = updates[0].weights
     assert all((before[key] != value).any() for key, value in updates.policy.named_parameters())
 
@@ -289,6 +292,7 @@ def test_gradients_of_several_updates(name, models, monkeypatch):
         close(update.gradients, expected)
     for key in ("clip_ratio/high_mean", "clip_ratio/low_mean"):
         assert name == "sapo" or (updates.metrics[key] > 0) == (name != "cispo")
+    assert updates.metrics["ratio/min"] < 0.8 and updates.metrics["ratio/max"] > 1.2
 
 
 def test_dapo_leaves_out_cut_off_completions(models, monkeypatch):

@@ -48,6 +48,7 @@ def refusal(tmp_path, script=grpo, **options):
     ("reward_weights", (1.0,), "one weight for each"),
     ("sampler", "sglang", "vllm or hf"),
     ("vllm_memory_share", 1.5, "between 0 and 1"),
+    ("vllm_sleep", True, "on a GPU only"),
     ("model", "no/such/folder", "model directory"),
     ("model", "tests", "config.json"),
     ("dataset", "no-such-file.jsonl", "no such file"),

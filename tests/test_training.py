@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -188,6 +189,66 @@ def test_weights_that_vllm_does_not_hold_are_noticed(data, tmp_path):
             (n, w * 1.001 if "norm" in n else w) for n, w in kwargs["weights_iterator"])})
         with pytest.raises(common.RunError, match="not the trainer's"):
             sampler.sync(common.named_weights(model))
+
+
+class SleepyEngine:
+    """Stands in for vLLM on a GPU, which alone can sleep: keeps the calls, and refuses those that
+    find the memory they need away."""
+
+    def __init__(self, wakes_up_well=True, **options):
+        assert options["enable_sleep_mode"]
+        self.calls, self.awake, self.good = [], {"weights", "kv_cache"}, wakes_up_well
+        self.slept = False
+
+    def wake_up(self, tags):
+        if not self.awake.issuperset(tags):
+            self.calls.append(f"wake {tags[0]}")
+            self.awake |= set(tags)
+
+    def sleep(self, level):
+        self.calls.append(f"sleep {level}")
+        self.awake, self.slept = set(), True
+
+    def generate(self, prompts, params, use_tqdm):
+        assert self.awake == {"weights", "kv_cache"}
+        self.calls.append("generate")
+        token = 7 if self.good or not self.slept else 8
+        one = SimpleNamespace(index=0, token_ids=[token], finish_reason="stop",
+                              logprobs=SimpleNamespace(logprobs=[0.0]))
+        return [SimpleNamespace(outputs=[one]) for _ in prompts]
+
+    def collective_rpc(self, method, kwargs):
+        assert "weights" in self.awake
+        self.calls.append(method)
+        self.held = dict(kwargs["weights_iterator"])
+
+    def apply_model(self, function):
+        model = SimpleNamespace(named_parameters=lambda: self.held.items())
+        return [function(model)]
+
+    def reset_prefix_cache(self):
+        self.calls.append("reset")
+        return True
+
+
+def test_the_engine_sleeps_while_the_policy_learns(monkeypatch):  # D8, D9
+    """What can be shown without a GPU: the order of the calls, and that a bad awakening is seen."""
+    import vllm
+
+    monkeypatch.setattr(vllm, "LLM", SleepyEngine)
+    args = replace(grpo.Args(), vllm_sleep=True)
+    sampler = common.VllmSampler(args, common.Run(args, ["correct"], "grpo.py"), "", [1])
+    calls = sampler.llm.calls
+    assert calls == ["generate", "sleep 1", "wake weights", "wake kv_cache", "generate", "sleep 1"]
+    calls.clear()
+    sampler.sync([("norm", torch.ones(3))])
+    sampler.generate([[1]], 1, [0], 1.0, 8)
+    sampler.generate([[1]], 1, [0], 1.0, 8)  # as DAPO does, without a sync between
+    assert calls == ["wake weights", "reload_weights", "reset", "wake kv_cache", "generate",
+                     "sleep 1", "wake weights", "wake kv_cache", "generate", "sleep 1"]
+    monkeypatch.setattr(vllm, "LLM", lambda **options: SleepyEngine(False, **options))
+    with pytest.raises(common.RunError, match="answers differently"):
+        common.VllmSampler(args, common.Run(args, ["correct"], "grpo.py"), "", [1])
 
 
 @pytest.mark.parametrize("name", SCRIPTS[1:])

@@ -1,12 +1,13 @@
 # make demo: install, then train the tiny model. make test: the same, then lint and tests.
-# Both can be run again at no cost: what is installed stays until a requirements file changes.
+# make bench: the same installation, then does every script still learn as its stored curves say?
+# What is installed stays until a requirements file changes.
 PYTHON ?= python3
 PIP := .venv/bin/python -m pip --disable-pip-version-check
 REQUIREMENTS := $(if $(shell nvidia-smi -L 2>/dev/null),requirements.txt,requirements-cpu.txt)
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 OUT ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test install
+.PHONY: demo test bench install
 
 demo: install
 	@.venv/bin/python -c "import vllm" 2>/dev/null || echo "vLLM has no package for this machine: sampling with transformers (--sampler hf)"
@@ -15,6 +16,9 @@ demo: install
 test: .venv/tools
 	.venv/bin/ruff check .
 	.venv/bin/python -m pytest -q tests
+
+bench: install
+	.venv/bin/python bench/check.py
 
 install: .venv/installed
 

@@ -977,6 +977,8 @@ def rollout_metrics(groups, minibatches, rewards, adv, args, run: Run) -> dict:
         "learning_rate": run.learning_rate, "num_tokens": run.num_tokens,
         "num_completions": run.num_completions,
         "skipped_updates": run.skipped_updates}
+    if not right.all():
+        metrics["completions/mean_length_wrong"] = lengths[right == 0].mean()
     if args.kl_coef:
         metrics["kl"] = sums["kl"] / tokens / args.num_iterations
     metrics = {k: v.item() if torch.is_tensor(v) else v for k, v in metrics.items()}

@@ -326,6 +326,7 @@ def test_metrics_of_a_hand_made_rollout(tmp_path):  # B6, C1, C19, D5, H1
     micro.entropy = micro.sampled * 0.5
     row = common.rollout_metrics(groups, [[micro]], rewards, adv, args, run)
     assert row["completions/mean_length"] == 2.5 and row["completions/clipped_ratio"] == 0.25
+    assert row["completions/mean_length_wrong"] == 3
     assert row["entropy"] == 0.5 and row["accuracy"] == 0.25 and "kl" not in row
     assert row["useful_groups"] == 0.5 and row["frac_reward_zero_std"] == 0.5
     assert row["useful_groups_expected"] == pytest.approx(1 - 0.25**2 - 0.75**2)

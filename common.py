@@ -287,7 +287,7 @@ def start(args, rewards: list, script: str, more_parts: tuple[str, ...] = ()) ->
         (run.output_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         if run.rank == 0 and not args.resume:
             text = json.dumps({"script": run.script, "args": dataclasses.asdict(args)}, indent=1)
-            (run.output_dir / "args.json").write_text(text + "\n")
+            write_whole(run.output_dir / "args.json", text + "\n")
     except OSError as error:
         raise RunError(f"--output-dir {run.output_dir}: can't write there ({error.strerror}); "
                        "choose another folder") from None
@@ -1134,8 +1134,16 @@ def save(args, run: Run, policy, tokenizer, optimizer) -> None:
                            f"{run.output_dir}") from None
         if args.keep_checkpoints:
             for path in checkpoints(run.output_dir)[:-args.keep_checkpoints]:
-                shutil.rmtree(path)
+                # Renamed first: a kill leaves no half of one under a checkpoint's name.
+                shutil.rmtree(path.rename(path.with_name(f".{path.name}")))
     run.gather_objects(None)  # nobody goes on before it is written
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A kill at any moment leaves the file as it was, or as it is to be."""
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(text)
+    aside.replace(path)
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
@@ -1146,7 +1154,8 @@ def checkpoints(output_dir: Path) -> list[Path]:
 def last_checkpoint(output_dir: Path) -> Path:
     """The newest whole checkpoint; one that was being written as the run died has another name."""
     if not checkpoints(output_dir):
-        raise RunError(f"--resume {output_dir}: no whole checkpoint there; start the run anew")
+        raise RunError(f"--resume {output_dir}: no whole checkpoint there; start the run "
+                       "anew, in another folder")
     return checkpoints(output_dir)[-1]
 
 
@@ -1186,5 +1195,5 @@ def resume(args, run: Run, policy, optimizer) -> None:
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         whole_lines = [line for line in lines if line.endswith("}\n")]  # a kill can leave half
         kept = [line for line in whole_lines if json.loads(line)["step"] <= run.step]
-        path.write_text("".join(kept))
+        write_whole(path, "".join(kept))
     run.print(f"resumed after step {run.step}")

@@ -757,7 +757,8 @@ class HfSampler:
         self.hf, self.run, self.stops = transformers, run, stops
         self.name = f"transformers {transformers.__version__} generate"
         longest = args.max_prompt_tokens + args.max_completion_tokens
-        self.rows_at_once = args.micro_batch_tokens // longest
+        # The KV cache of a token takes far less than what a backward pass keeps of it.
+        self.rows_at_once = 8 * args.micro_batch_tokens // longest
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=run.dtype)
         self.model = model.to(run.device).eval().requires_grad_(False)
         self.model.generation_config = transformers.GenerationConfig()  # sampling options are ours
@@ -767,9 +768,10 @@ class HfSampler:
         jobs, done = [ids for ids in prompt_ids for _ in range(n)], []
         with torch.random.fork_rng([self.run.device] if self.run.device.type == "cuda" else []):
             torch.manual_seed(seeds[0] if seeds else 0)
-            for start in range(0, len(jobs), self.rows_at_once):
-                jobs_now = jobs[start:start + self.rows_at_once]
-                done += self.generate_batch(jobs_now, temperature, max_tokens)
+            batches = math.ceil(len(jobs) / self.rows_at_once)
+            for i in range(batches):
+                now = jobs[len(jobs) * i // batches:len(jobs) * (i + 1) // batches]
+                done += self.generate_batch(now, temperature, max_tokens)
         return [done[i * n:(i + 1) * n] for i in range(len(prompt_ids))]
 
     @torch.no_grad()

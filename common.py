@@ -324,7 +324,8 @@ def load_data(args, run: Run):
     """-> tokenizer, training rows, held-out rows; rows have question, gold and prompt_ids."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(locate(args.model))
+    tokenizer = AutoTokenizer.from_pretrained(locate(args.model),
+                                              clean_up_tokenization_spaces=False)
     if args.chat_template and not tokenizer.chat_template:
         raise RunError(f"--chat-template: {args.model} has none; use --no-chat-template")
     train = prepare(read_split(args, args.train_split), tokenizer, args, run)
@@ -765,13 +766,20 @@ class HfSampler:
 
     def generate(self, prompt_ids, n: int, seeds, temperature: float, max_tokens: int):
         """As VllmSampler's, but the samples of a prompt depend on the batch it is in."""
-        jobs, done = [ids for ids in prompt_ids for _ in range(n)], []
+        jobs = [ids for ids in prompt_ids for _ in range(n)]
+        done = [([], [], True) for _ in jobs]  # completion ids, their log-probs, not at an end yet
         with torch.random.fork_rng([self.run.device] if self.run.device.type == "cuda" else []):
             torch.manual_seed(seeds[0] if seeds else 0)
-            batches = math.ceil(len(jobs) / self.rows_at_once)
-            for i in range(batches):
-                now = jobs[len(jobs) * i // batches:len(jobs) * (i + 1) // batches]
-                done += self.generate_batch(now, temperature, max_tokens)
+            for quarter in range(4):  # then those that have ended no longer take part
+                tokens = max_tokens * (quarter + 1) // 4 - max_tokens * quarter // 4
+                going = [i for i, (_, _, unfinished) in enumerate(done) if unfinished]
+                batches = math.ceil(len(going) / self.rows_at_once)
+                for b in range(batches if tokens else 0):
+                    now = going[len(going) * b // batches:len(going) * (b + 1) // batches]
+                    prompts = [jobs[i] + done[i][0] for i in now]
+                    for i, (ids, logp, cut) in zip(
+                            now, self.generate_batch(prompts, temperature, tokens)):
+                        done[i] = done[i][0] + ids, done[i][1] + logp, cut
         return [done[i * n:(i + 1) * n] for i in range(len(prompt_ids))]
 
     @torch.no_grad()
@@ -914,6 +922,9 @@ def evaluate(sampler, tokenizer, rows: list[dict], args, run: Run) -> dict:
     64 rows. Both are of correctness alone, whatever the rewards."""
     if not args.eval_every or not rows:
         return {}
+    if run.step == 0:
+        run.print(f"evaluation: greedily on {len(rows)} held-out rows, and 16 samples of "
+                  f"{min(64, len(rows))} for pass@8")
     begin, right = time.perf_counter(), []
     for count, n, temperature in ((len(rows), 1, 0.0), (64, 16, args.temperature)):
         mine = range(run.rank, min(count, len(rows)), run.world)
@@ -1054,6 +1065,8 @@ class Log:
         if "eval/accuracy" in metrics:
             self.note(f"step {step}: held-out accuracy {metrics['eval/accuracy']:.3f}, pass@8 "
                       f"{metrics['eval/pass_at_k']:.3f}")
+        if step == 0:
+            self.bar.unpause()  # the evaluation doesn't count in the time per step
         if step:
             self.bar.set_postfix_str(
                 f"reward {metrics['reward']:.2f}, accuracy {metrics['accuracy']:.2f}, "

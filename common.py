@@ -61,7 +61,8 @@ def launch(main, presets: dict) -> None:
     args = parse(default=default)
     try:
         if args.resume:  # the run's own options are the defaults: only what is typed can differ
-            saved = saved_args(args.resume, Path(sys.argv[0]).stem)
+            saved = {name: tuple(value) if isinstance(value, list) else value for name, value in
+                     saved_args(args.resume, Path(sys.argv[0]).stem).items()}
             args = parse(default=dataclasses.replace(default, **saved))
         main(args)
     except RunError as error:

@@ -199,6 +199,8 @@ def tables(claim: str) -> str:
     steps, used = rollouts(claim), [column for column in COLUMNS if column in {
         check.metric for check in CLAIMS[claim].checks} | {"final accuracy"}
         or claim == "clip" and column in ("final entropy", "largest ratio", "smallest ratio")]
+    if not any(rows(arm, seed, steps) for arm in arms(claim) for seed in SEEDS):
+        return "Not run yet."
     lines = [f"| arm | runs | {' | '.join(used)} |", "|" + "---|" * (len(used) + 2)]
     for arm in arms(claim):
         runs = [m for m in (measures(arm, seed, steps) for seed in SEEDS) if m]

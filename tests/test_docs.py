@@ -19,7 +19,8 @@ import common
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 LATER = {"docs/curves.png"}  # a picture that bench/ makes
-OTHERS = {"--check", "--help", "--nproc-per-node"}  # options of make.py, of tyro, of torchrun
+OTHERS = {"--check", "--help", "--nproc-per-node", "--nnodes", "--node-rank",
+          "--rdzv-endpoint"}  # options of make.py, of tyro, of torchrun
 
 
 def read(name: str) -> str:
@@ -43,6 +44,12 @@ def test_check_notices_a_change(tmp_path):
     run = subprocess.run([sys.executable, "docs/make.py", "--check"], cwd=tmp_path, text=True,
                          capture_output=True)
     assert run.returncode == 1 and "algorithms.md" in run.stderr
+
+
+def test_memory_table_is_what_the_script_computes():
+    table = runpy.run_path(str(ROOT / "bench" / "gpu_memory.py"))["table"]()
+    [block] = re.findall(r"<!-- memory -->\n(.*?)\n<!-- /memory -->", read("README.md"), re.S)
+    assert block == table, "run python bench/gpu_memory.py --write"
 
 
 def test_every_variant_is_documented():

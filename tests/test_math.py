@@ -480,7 +480,9 @@ def test_clip_share_is_counted_by_the_sign_of_the_advantage(name):
                             mask=mask_of([3, 3, 3, 3, 3], 4))
     run.add_clipped(load(name).token_loss, logp, micro, options(name))
     high, low = {"gspo": (3, 3), "cispo": (0, 0), "sapo": (0, 0)}.get(name, (2 + 1, 1 + 2))
-    assert run.sums == {"clipped_high": high, "clipped_low": low}
+    extreme = pytest.approx(math.log(2))  # ratios from 0.5 to 2
+    assert run.sums == {"clipped_high": high, "clipped_low": low, "log_ratio_max": extreme,
+                        "minus_log_ratio_min": extreme}
 
 
 def test_dapo_with_equal_lengths_is_grpo():

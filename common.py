@@ -286,8 +286,9 @@ def start(args, rewards: list, script: str, more_parts: tuple[str, ...] = ()) ->
                        f"{run.output_dir} continues it, or choose another folder")
     try:
         (run.output_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-        if run.rank == 0 and not args.resume:
-            text = json.dumps({"script": run.script, "args": dataclasses.asdict(args)}, indent=1)
+        if run.rank == 0:  # resumed with other options: they hold from now on
+            options = dataclasses.asdict(args) | {"resume": "", "resume_with_changes": False}
+            text = json.dumps({"script": run.script, "args": options}, indent=1)
             write_whole(run.output_dir / "args.json", text + "\n")
     except OSError as error:
         raise RunError(f"--output-dir {run.output_dir}: can't write there ({error.strerror}); "

@@ -15,7 +15,7 @@ demo: install
 
 test: .venv/tools
 	.venv/bin/ruff check .
-	.venv/bin/python -m pytest -q tests
+	.venv/bin/python -m pytest -q -n 2 tests
 
 bench: install
 	.venv/bin/python bench/check.py
@@ -35,5 +35,5 @@ install: .venv/installed
 	touch $@
 
 .venv/tools: .venv/installed Makefile
-	$(PIP) install -q ruff==0.17.6 pytest==9.2.0 hypothesis==6.170.17
+	$(PIP) install -q ruff==0.17.6 pytest==9.2.0 hypothesis==6.170.17 pytest-xdist==3.8.0
 	touch $@

@@ -129,6 +129,10 @@ def check_args(args, parts: list[str], world: int) -> None:
          "--sampler hf")
     need(not args.vllm_sleep or args.sampler == "vllm" and torch.cuda.is_available(), "vllm_sleep",
          "vLLM sleeps on a GPU only; leave it out")
+    need(not args.vllm_compile or args.sampler == "vllm" and not torch.cuda.is_available(),
+         "vllm_compile", "is for vLLM on a CPU; on a GPU it always compiles; leave it out")
+    need(not args.vllm_compile or shutil.which(os.environ.get("CXX", "g++")), "vllm_compile",
+         "needs a C++ compiler: install g++, or leave it out")
 
 
 def check_model(args) -> int:
@@ -683,7 +687,7 @@ class VllmSampler:
         self.vllm, self.run, self.stops, self.name = vllm, run, stops, f"vLLM {vllm.__version__}"
         options = {"distributed_executor_backend": "external_launcher"} if run.world > 1 else {}
         if run.device.type == "cpu":  # a seeded prompt can't be prefilled in two parts there
-            options |= {"enable_chunked_prefill": False, "enforce_eager": True}
+            options |= {"enable_chunked_prefill": False, "enforce_eager": not args.vllm_compile}
         self.sleeps = args.vllm_sleep
         self.llm = vllm.LLM(
             model=path, skip_tokenizer_init=True, dtype=run.dtype, generation_config="vllm",

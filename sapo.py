@@ -88,6 +88,8 @@ class Args:
     """share of the GPU's memory for vLLM"""
     vllm_sleep: bool = False
     """vLLM gives the GPU's memory back while the policy learns"""
+    vllm_compile: bool = False
+    """on a CPU: compile vLLM's model, which pays from about a hundred steps on"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
     eval_every: int = 40

@@ -5,9 +5,10 @@
     python bench/claims.py --jobs 0              only the tables, from the kept runs
 
 A claim is settled before it is run: CLAIMS below says what it is, what would count against it, and
-what is compared. Every arm takes seeds 0-4, the same data, and the same completions per step; an
-arm that two claims need is run once. Kept as results/claims/<arm>-<seed>.jsonl, the metrics of
-the run; what is there already is not run again.
+what is compared. Every arm takes seeds 0-4, the same data, and 128 completions per step; an arm
+that several claims need is run once. Kept as results/claims/<arm>-<seed>.jsonl, the metrics of
+the run; what is there already is not run again. A worker process runs one arm after the other, with
+one thread: the script's own `main`, in which an arm may replace a function or the rewards.
 
 An effect is the mean over seeds of (arm − baseline), each seed paired with itself, with its 95 %
 interval (Student's t). `shown` when the whole interval lies on the claimed side, `contradicted`
@@ -17,34 +18,141 @@ at 95 %, one of twenty is wrong by chance. Written: results/claims.csv (a row pe
 of docs/results.md between their markers, and docs/claims-<claim>.png.
 """
 import concurrent.futures
+import contextlib
 import csv
+import importlib
+import itertools
 import json
+import multiprocessing
 import os
+import random
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from unittest import mock
 
 import tyro
 from curves import RESULTS, ROOT, T95, draw, interval
 
 SEEDS = range(5)
-ROLLOUTS = {"clip": 24}  # of a run; all others:
-DEFAULT_ROLLOUTS = 40
+ROLLOUTS = {"clip": 24, "dapo": 24, "gopo": 24}  # of a run; all others:
+DEFAULT_ROLLOUTS = 32
 COMMON = "--kl-coef 0 --eval-every 0 --save-every 0"
+
+
+# -------------------------------------------------------------------- rewards that arms bring along
+def correct(text: str, gold: str) -> float:
+    import common
+
+    return common.correct(text, gold)
+
+
+def brief(text: str, gold: str) -> float:
+    """A tenth for at most 40 characters: a worked sum of two or three digits fits, of four never.
+    Easier than `correct`, on a tenth of its scale, and against it in a quarter of the problems."""
+    return 0.1 * (len(text) <= 40)
+
+
+def overlong(text: str, gold: str) -> float:
+    """DAPO's soft punishment with L_max 64, L_cache 16, where a character is a token."""
+    return max(-1.0, min(0.0, (48 - len(text)) / 16))
+
+
+def graded(text: str, gold: str) -> float:
+    """gopo.py's closeness: 1 for the right number, 1/2 for one that is a tenth off, 0 for none."""
+    return importlib.import_module("gopo").closeness(text, gold)
+
+
+def noisy(text: str, gold: str) -> float:
+    """`graded` by an unreliable judge: off by N(0, 0.3), always the same for the same answer."""
+    return graded(text, gold) + random.Random(f"{gold} {text}").gauss(0, 0.3)
+
+
+def saturated(text: str, gold: str) -> float:
+    """`graded` in the same order on another scale: 0, and all others between 0.75 and 1."""
+    return graded(text, gold) ** (1 / 8)
+
+
+# -------------------------------------------------------------------- what arms replace in a script
+def rewards(*functions):
+    return lambda replace, script: replace(script, "REWARDS", list(functions))
+
+
+def mean_per_answer(replace, script):
+    replace(script, "token_weights", importlib.import_module("grpo").token_weights)
+
+
+def without_batch_step(replace, script):
+    """GDPO's advantages before they are normalised over the batch."""
+    rewards(correct, brief)(replace, script)
+
+    def advantages(rewards, args):
+        norm = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+        norm[(rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)).expand_as(norm)] = 0
+        return sum(w * part for w, part in zip(args.reward_weights, norm.unbind(-1), strict=True))
+    replace(script, "advantages", advantages)
+
+
+def stale(replace, script):
+    """Only every eighth rollout is sampled with the newest weights, the next seven with the same.
+    The check that stops such a run is taken out."""
+    import common
+
+    sync, calls = common.VllmSampler.sync, itertools.count()
+    replace(common.VllmSampler, "sync", lambda self, weights: (
+        None if next(calls) % 8 else sync(self, weights)))
+    replace(common, "check_health", lambda *_: None)
+
+
+@dataclass
+class Arm:
+    script: str
+    options: str = ""
+    """besides COMMON"""
+    change: Callable | None = None
+    """called with replace(owner, name, value), undone after the run, and the script"""
+
+
 EIGHT = "--num-minibatches 4 --num-iterations 2"  # optimizer steps per rollout
-ARMS = {  # name: script and options, besides COMMON
-    "grpo": "grpo",
-    "dr_grpo": "dr_grpo",
-    "grpo, 8 updates": f"grpo {EIGHT}",
-    "clip-higher, 8 updates": f"grpo --clip-high 0.28 {EIGHT}",
-    "gspo, 8 updates": f"gspo {EIGHT}",
-    "cispo, 8 updates": f"cispo {EIGHT}",
-    "sapo, 8 updates": f"sapo {EIGHT}",
-    "cispo, 1 update": "cispo --num-minibatches 1 --num-iterations 1",
+SCARCE = "--group-size 8 --prompts-per-step 16 --max-completion-tokens 64"
+ARMS = {
+    "grpo": Arm("grpo", "--eval-every 1000"),  # before and after
+    "dr_grpo": Arm("dr_grpo"),
+    "grpo2": Arm("grpo2", "--eval-every 1000"),
+    "grpo, 8 updates": Arm("grpo", EIGHT),
+    "clip-higher, 8 updates": Arm("grpo", f"--clip-high 0.28 {EIGHT}"),
+    "gspo, 8 updates": Arm("gspo", EIGHT),
+    "cispo, 8 updates": Arm("cispo", EIGHT),
+    "sapo, 8 updates": Arm("sapo", EIGHT),
+    # All ratios are 1: its gradient is that of GRPO with the mean over all tokens of the step.
+    "cispo, 1 update": Arm("cispo", "--num-minibatches 1"),
+    # Right answers alone pay, in small groups, under a limit that cuts ramblers off.
+    "scarce": Arm("grpo", f"{SCARCE} --reward-weights 2", rewards(correct)),
+    "scarce, dynamic sampling": Arm(
+        "dapo", f"{SCARCE} --reward-weights 2 0 --overlong-cache 0 --clip-high 0.2",
+        mean_per_answer),
+    "scarce, overlong": Arm("grpo", f"{SCARCE} --reward-weights 2 1", rewards(correct, overlong)),
+    "grpo, 10 : 1": Arm("grpo", "--reward-weights 1 1", rewards(correct, brief)),
+    "grpo, 1 : 1": Arm("grpo", "--reward-weights 1 10", rewards(correct, brief)),
+    "gdpo, 10 : 1": Arm("gdpo", "--reward-weights 1 1", rewards(correct, brief)),
+    "gdpo without batch step, 10 : 1": Arm("gdpo", "--reward-weights 1 1", without_batch_step),
+    "grpo, graded": Arm("grpo", "--reward-weights 1", rewards(graded)),
+    "gopo, graded": Arm("gopo", "--reward-weights 1", rewards(graded)),
+    "grpo, noisy": Arm("grpo", "--reward-weights 1", rewards(noisy)),
+    "gopo, noisy": Arm("gopo", "--reward-weights 1", rewards(noisy)),
+    "grpo, saturated": Arm("grpo", "--reward-weights 1", rewards(saturated)),
+    "dr_grpo, saturated": Arm("dr_grpo", "--reward-weights 1", rewards(saturated)),
+    "groups of 8": Arm("grpo", "--group-size 8 --prompts-per-step 16"),
+    "groups of 32": Arm("grpo", "--group-size 32 --prompts-per-step 4"),
+    "temperature 0.6": Arm("grpo", "--temperature 0.6"),
+    "temperature 1.2": Arm("grpo", "--temperature 1.2"),
+    "KL 0.1": Arm("grpo", "--kl-coef 0.1"),
+    "stale": Arm("grpo", "--tis-cap 2", stale),
+    "stale, no TIS": Arm("grpo", "--tis-cap 0", stale),
 }
 
 
@@ -69,7 +177,7 @@ class Claim:
     """(metric key, title) of each panel of the figure"""
 
 
-BOUNDED = ["clip-higher, 8 updates", "gspo, 8 updates", "cispo, 8 updates", "sapo, 8 updates"]
+ACCURACY = ("accuracy", "accuracy of samples")
 CLAIMS = {
     "clip": Claim(
         "Eight updates per rollout: how the ratio is bounded",
@@ -88,19 +196,104 @@ CLAIMS = {
          Check("cispo, 8 updates", "grpo, 8 updates", "mean accuracy", "more"),
          Check("sapo, 8 updates", "grpo, 8 updates", "mean accuracy", "same", 0.05),
          Check("sapo, 8 updates", "grpo, 8 updates", "largest fall", "same", 0.05)],
-        [("accuracy", "accuracy of samples"), ("entropy", "entropy, nats"),
-         ("clip_ratio/high_mean", "share clipped, A > 0"), ("ratio/max", "largest ratio")]),
+        [ACCURACY, ("entropy", "entropy, nats"), ("clip_ratio/high_mean", "share clipped, A > 0"),
+         ("ratio/max", "largest ratio")]),
     "length": Claim(
         "Dr. GRPO: wrong answers don't grow",
         "A mean per answer makes long wrong answers cheap per token, so under GRPO wrong answers "
-        "grow; with Dr. GRPO's constant divisor they don't, at equal accuracy.",
-        "Wrong answers as long or longer under Dr. GRPO, or a lower final accuracy.",
+        "grow; with Dr. GRPO's constant divisor they don't, at equal accuracy. And division by the "
+        "std gives groups that are nearly all right or all wrong more weight.",
+        "Wrong answers as long or longer under Dr. GRPO; a lower accuracy; as much of the "
+        "advantage on groups with a pass rate below 0.2 or above 0.8.",
         [Check("dr_grpo", "grpo", "tokens of wrong answers", "less"),
          Check("dr_grpo", "grpo", "final accuracy", "same", 0.05),
-         Check("dr_grpo", "grpo", "mean accuracy", "same", 0.05)],
-        [("accuracy", "accuracy of samples"), ("completions/mean_length", "tokens per answer"),
+         Check("dr_grpo", "grpo", "mean accuracy", "same", 0.05),
+         Check("dr_grpo", "grpo", "weight of extremes", "less")],
+        [ACCURACY, ("completions/mean_length", "tokens per answer"),
          ("completions/mean_length_wrong", "tokens per wrong answer"),
+         ("bench/weight_of_extremes", "share of |A| on extreme groups")]),
+    "dapo": Claim(
+        "DAPO, part by part",
+        "Clip-higher keeps entropy over several updates. Dynamic sampling learns more per update "
+        "where most groups are useless. Soft overlong punishment lowers the share that is cut off. "
+        "The mean over all tokens, in which long answers weigh more, keeps wrong answers shorter.",
+        "No more entropy; no higher mean accuracy over the same updates; as much cut off, or less "
+        "accuracy; wrong answers as long.",
+        [Check("clip-higher, 8 updates", "grpo, 8 updates", "mean entropy", "more"),
+         Check("scarce, dynamic sampling", "scarce", "mean accuracy", "more"),
+         Check("scarce, overlong", "scarce", "cut off", "less"),
+         Check("scarce, overlong", "scarce", "mean accuracy", "same", 0.05),
+         Check("cispo, 1 update", "grpo", "tokens of wrong answers", "less")],
+        [ACCURACY, ("entropy", "entropy, nats"), ("useful_groups", "share of useful groups"),
          ("completions/clipped_ratio", "share cut off")]),
+    "pairs": Claim(
+        "2-GRPO: pairs do as well as groups of 16",
+        "At equal completions, 64 prompts × 2 learn as fast as 8 × 16 and lose no pass@8. The "
+        "paper's saving of time is not looked for: here both sample as many completions.",
+        "A mean or final accuracy, or pass@8, that is lower.",
+        [Check("grpo2", "grpo", "mean accuracy", "same", 0.05),
+         Check("grpo2", "grpo", "final accuracy", "same", 0.05),
+         Check("grpo2", "grpo", "pass@8", "same", 0.02),
+         Check("grpo2", "grpo", "useful groups", "less")],
+        [ACCURACY, ("entropy", "entropy, nats"), ("useful_groups", "share of useful groups"),
+         ("completions/mean_length", "tokens per answer")]),
+    "gdpo": Claim(
+        "GDPO: the weaker of two rewards survives",
+        "`correct` pays 1, `brief` 0.1 for at most 40 characters, which is easy and in a quarter "
+        "of the problems at odds with a right answer. GRPO's sum drowns `brief`; GDPO normalises "
+        "each and keeps it, at no price in accuracy. Without the batch step it is less stable.",
+        "No larger share of brief answers than under GRPO; a lower accuracy; no difference without "
+        "the batch step. If GRPO with rewards scaled to 1 : 1 does the same, scaling was all.",
+        [Check("gdpo, 10 : 1", "grpo, 10 : 1", "brief", "more"),
+         Check("gdpo, 10 : 1", "grpo, 10 : 1", "mean accuracy", "same", 0.05),
+         Check("gdpo, 10 : 1", "grpo, 1 : 1", "brief", "more"),
+         Check("gdpo, 10 : 1", "grpo, 1 : 1", "mean accuracy", "same", 0.05),
+         Check("gdpo without batch step, 10 : 1", "gdpo, 10 : 1", "mean accuracy", "less"),
+         Check("gdpo without batch step, 10 : 1", "gdpo, 10 : 1", "largest fall", "more")],
+        [ACCURACY, ("rewards/brief/mean", "brief: 0.1 × share"),
+         ("completions/mean_length", "tokens per answer"), ("entropy", "entropy, nats")]),
+    "gopo": Claim(
+        "GOPO: only the order of rewards counts",
+        "With a clean graded reward (how close the number is) ranks do no worse than values. With "
+        "a noisy one they do better. On a saturating scale that keeps the order they do better "
+        "still, for nothing changes for them: there `gopo, graded` is its own run.",
+        "A lower accuracy of GOPO with the clean reward; no higher one with noise, or against GRPO "
+        "and Dr. GRPO on the saturating scale.",
+        [Check("gopo, graded", "grpo, graded", "mean accuracy", "same", 0.05),
+         Check("gopo, noisy", "grpo, noisy", "mean accuracy", "more"),
+         Check("gopo, graded", "grpo, saturated", "mean accuracy", "more"),
+         Check("gopo, graded", "dr_grpo, saturated", "mean accuracy", "more"),
+         Check("grpo, saturated", "grpo, graded", "mean accuracy", "less")],
+        [ACCURACY, ("entropy", "entropy, nats"), ("useful_groups", "share of useful groups"),
+         ("completions/mean_length", "tokens per answer")]),
+    "dials": Claim(
+        "Group size, temperature, KL",
+        "At equal completions a larger group is useful more often, and costs prompts: accuracy is "
+        "the same from 2 to 32. A lower temperature makes groups less diverse and less useful, a "
+        "higher one more diverse. KL keeps entropy, and slows learning.",
+        "No more useful groups at 32 than at 8; accuracies that differ; as many distinct answers "
+        "at 0.6 or 1.2 as at 1.0; no more entropy with KL 0.1 at the end.",
+        [Check("groups of 32", "groups of 8", "useful groups", "more"),
+         Check("groups of 32", "groups of 8", "mean accuracy", "same", 0.05),
+         Check("grpo2", "groups of 8", "mean accuracy", "same", 0.05),
+         Check("temperature 0.6", "grpo", "distinct", "less"),
+         Check("temperature 0.6", "grpo", "mean accuracy", "less"),
+         Check("temperature 1.2", "grpo", "distinct", "more"),
+         Check("temperature 1.2", "grpo", "mean accuracy", "less"),
+         Check("KL 0.1", "grpo", "final entropy", "more"),
+         Check("KL 0.1", "grpo", "mean accuracy", "less")],
+        [ACCURACY, ("entropy", "entropy, nats"), ("useful_groups", "share of useful groups"),
+         ("completions/distinct", "distinct answers per group")]),
+    "stale": Claim(
+        "Truncated importance sampling mends a stale sampler",
+        "The sampler gets new weights only after every eighth rollout. Weighing tokens by "
+        "π_old / π_sampler, capped at 2, then learns faster than taking the samples as one's own.",
+        "A mean accuracy without the weights that is as high.",
+        [Check("stale", "stale, no TIS", "mean accuracy", "more"),
+         Check("stale", "stale, no TIS", "largest fall", "less"),
+         Check("stale", "grpo", "mean accuracy", "less")],
+        [ACCURACY, ("entropy", "entropy, nats"), ("grad_norm", "gradient norm"),
+         ("sampling/sampling_logp_difference/mean", "|Δ log-prob|, trainer and sampler")]),
 }
 
 
@@ -124,21 +317,45 @@ def arms(claim: str) -> list[str]:
 
 
 def kept(arm: str, seed: int):
-    return RESULTS / "claims" / f"{re.sub(r'[^a-z0-9_]+', '-', arm)}-{seed}.jsonl"
+    return RESULTS / "claims" / f"{re.sub(r'[^a-z0-9_]+', '-', arm.lower())}-{seed}.jsonl"
+
+
+def weigh_extremes(replace) -> None:
+    """Each row of metrics gets the share of Σ|A| that lies on groups with a pass rate below 0.2 or
+    above 0.8."""
+    import common
+
+    original = common.rollout_metrics
+
+    def rollout_metrics(groups, minibatches, rewards, adv, *rest):
+        rate = [sum(s.correct for s in group) / len(group) for group in groups]
+        weights = adv.abs().sum(1).tolist()
+        extreme = sum(w for w, p in zip(weights, rate, strict=True) if p < 0.2 or p > 0.8)
+        return original(groups, minibatches, rewards, adv, *rest) | {
+            "bench/weight_of_extremes": extreme / max(sum(weights), 1e-9)}
+    replace(common, "rollout_metrics", rollout_metrics)
 
 
 def run(arm: str, seed: int, steps: int) -> None:
     path = kept(arm, seed)
     if path.exists() and len(path.read_text().splitlines()) > steps:
         return
-    script, *options = ARMS[arm].split()
-    with tempfile.TemporaryDirectory() as folder:
-        command = [f"{script}.py", *options, *COMMON.split(), "--num-steps", str(steps), "--seed",
-                   str(seed), "--output-dir", folder]
-        subprocess.run([sys.executable, *command], cwd=ROOT, check=True, capture_output=True,
-                       env=os.environ | {"OMP_NUM_THREADS": "1"})
+    sys.path[:0] = [str(ROOT)] * (str(ROOT) not in sys.path)
+    script, change = importlib.import_module(ARMS[arm].script), ARMS[arm].change
+    with contextlib.ExitStack() as stack:
+        def replace(owner, name, value):
+            stack.enter_context(mock.patch.object(owner, name, value))
+
+        weigh_extremes(replace)
+        if change:
+            change(replace, script)
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        argv = [*COMMON.split(), *ARMS[arm].options.split(), "--num-steps", str(steps), "--seed",
+                str(seed), "--output-dir", f"{folder}/run"]
+        with open(f"{folder}/log", "w") as log, contextlib.redirect_stderr(log):
+            script.main(tyro.cli(script.Args, args=argv))
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(f"{folder}/metrics.jsonl", path.with_suffix(".tmp"))
+        shutil.copy(f"{folder}/run/metrics.jsonl", path.with_suffix(".tmp"))
     path.with_suffix(".tmp").rename(path)
     print(f"{arm}, seed {seed}: {measures(arm, seed, steps)}", flush=True)
 
@@ -155,18 +372,26 @@ def measures(arm: str, seed: int, steps: int) -> dict[str, float]:
     if len(found) < steps:
         return {}
     of = lambda key: [row[key] for row in found if key in row]  # noqa: E731
+    mean = statistics.mean
     accuracy = of("accuracy")
-    smooth = [statistics.mean(accuracy[i:i + 5]) for i in range(len(accuracy) - 4)]
-    return {"final accuracy": smooth[-1], "mean accuracy": statistics.mean(accuracy),
-            "largest fall": max(max(smooth[:i + 1]) - smooth[i] for i in range(len(smooth))),
-            "mean entropy": statistics.mean(of("entropy")),
-            "final entropy": statistics.mean(of("entropy")[-5:]),
-            "clipped share": statistics.mean(of("clip_ratio/high_mean")) + statistics.mean(
-                of("clip_ratio/low_mean")),
-            "largest ratio": max(of("ratio/max")), "smallest ratio": min(of("ratio/min")),
-            "tokens": statistics.mean(of("completions/mean_length")[-5:]),
-            "tokens of wrong answers": statistics.mean(of("completions/mean_length_wrong")[-10:]),
-            "cut off": statistics.mean(of("completions/clipped_ratio"))}
+    smooth = [mean(accuracy[i:i + 5]) for i in range(len(accuracy) - 4)]
+    values = {
+        "final accuracy": smooth[-1], "mean accuracy": mean(accuracy),
+        "largest fall": max(max(smooth[:i + 1]) - smooth[i] for i in range(len(smooth))),
+        "mean entropy": mean(of("entropy")), "final entropy": mean(of("entropy")[-5:]),
+        "clipped share": mean(of("clip_ratio/high_mean")) + mean(of("clip_ratio/low_mean")),
+        "largest ratio": max(of("ratio/max")), "smallest ratio": min(of("ratio/min")),
+        "tokens": mean(of("completions/mean_length")[-5:]),
+        "tokens of wrong answers": mean(of("completions/mean_length_wrong")[-10:]),
+        "cut off": mean(of("completions/clipped_ratio")),
+        "useful groups": mean(of("useful_groups")), "distinct": mean(of("completions/distinct")),
+        "weight of extremes": mean(of("bench/weight_of_extremes")),
+        "completions": found[-1]["num_completions"]}
+    if of("rewards/brief/mean"):
+        values["brief"] = 10 * mean(of("rewards/brief/mean")[-5:])
+    if of("eval/pass_at_k"):
+        values["pass@8"] = of("eval/pass_at_k")[-1]
+    return values
 
 
 def effect(check: Check, steps: int) -> tuple[float, float, str]:
@@ -191,20 +416,23 @@ def effect(check: Check, steps: int) -> tuple[float, float, str]:
 
 COLUMNS = ["final accuracy", "mean accuracy", "largest fall", "mean entropy", "final entropy",
            "clipped share", "largest ratio", "smallest ratio", "tokens", "tokens of wrong answers",
-           "cut off"]
+           "cut off", "useful groups", "distinct", "weight of extremes", "brief", "pass@8",
+           "completions"]
+MORE = {"clip": ("final entropy", "largest ratio", "smallest ratio"), "gdpo": ("tokens",),
+        "dapo": ("useful groups", "completions"), "dials": ("final entropy",),
+        "pairs": ("mean entropy",)}  # columns of a claim, besides those that it compares
 
 
 def tables(claim: str) -> str:
     """What docs/results.md says of the claim: what each arm came to, and each comparison."""
     steps, used = rollouts(claim), [column for column in COLUMNS if column in {
-        check.metric for check in CLAIMS[claim].checks} | {"final accuracy"}
-        or claim == "clip" and column in ("final entropy", "largest ratio", "smallest ratio")]
+        check.metric for check in CLAIMS[claim].checks} | {"final accuracy", *MORE.get(claim, ())}]
     if not any(rows(arm, seed, steps) for arm in arms(claim) for seed in SEEDS):
         return "Not run yet."
     lines = [f"| arm | runs | {' | '.join(used)} |", "|" + "---|" * (len(used) + 2)]
     for arm in arms(claim):
         runs = [m for m in (measures(arm, seed, steps) for seed in SEEDS) if m]
-        cells = [interval([m[column] for m in runs]) for column in used]
+        cells = [interval([m[column] for m in runs if column in m]) for column in used]
         lines.append(f"| {arm} | {len(runs)} | {' | '.join(cells)} |")
     lines += ["", "| compared | by | claimed | arm − baseline | verdict |", "|" + "---|" * 5]
     for check in CLAIMS[claim].checks:
@@ -243,8 +471,12 @@ if __name__ == "__main__":
             for arm in arms(claim)] if args.jobs else []
     longest = {(arm, seed): max(n for a, s, n in jobs if (a, s) == (arm, seed))
                for arm, seed, _ in jobs}  # an arm of two claims is run once, at the longer
-    with concurrent.futures.ThreadPoolExecutor(max(1, args.jobs)) as pool:
-        list(pool.map(lambda job: run(*job, longest[job]), longest))
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the workers
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(max(1, args.jobs), spawn,
+                                                max_tasks_per_child=10) as pool:
+        for work in [pool.submit(run, *job, steps) for job, steps in longest.items()]:
+            work.result()
     write_csv()
     page = ROOT / "docs" / "results.md"
     page.write_text(write_page(page.read_text("utf-8")), "utf-8")

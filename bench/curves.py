@@ -13,6 +13,7 @@ left out: the row `timed` of each result says which.
 import concurrent.futures
 import csv
 import json
+import math
 import os
 import shutil
 import statistics
@@ -132,19 +133,22 @@ def draw(found: dict, panels: list[tuple[str, str]], path: Path, window: int = 5
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(name for name, _ in found))
-    figure = Figure(figsize=(3.5 * len(panels), 3.6), layout="constrained")
-    for axis, (key, title) in zip(figure.subplots(1, len(panels)), panels):
-        for name, colour in zip(names, COLOURS):
+    across = 3 if len(panels) > 4 else len(panels)
+    down = math.ceil(len(panels) / across)
+    figure = Figure(figsize=(14, 3 * down + 0.6), layout="constrained")
+    for axis, (key, title) in zip(figure.subplots(down, across).flat, panels):
+        for i, (name, colour) in enumerate(zip(names, COLOURS)):
             windows = {}  # {centre of a window of completions: {seed: values}}
             for (script, seed), rows in found.items():
                 for row in rows if script == name else ():
                     if key in row:
-                        centre = (row["num_completions"] - 1) // window * window + window // 2
+                        seen = row.get("num_completions", 0)
+                        centre = seen and (seen - 1) // window * window + window // 2
                         windows.setdefault(centre, {}).setdefault(seed, []).append(row[key])
             means = {x: [statistics.mean(values) for values in seeds.values()]
                      for x, seeds in sorted(windows.items())}
             axis.plot(list(means), [statistics.mean(values) for values in means.values()],
-                      color=colour, label=name)
+                      color=colour, label=name, linestyle=("-", "--", ":")[i // 3 % 3])
             axis.fill_between(list(means), [min(values) for values in means.values()],
                               [max(values) for values in means.values()], color=colour,
                               alpha=0.12, lw=0)
@@ -162,7 +166,9 @@ if __name__ == "__main__":
         list(pool.map(lambda job: run(*job, args.jobs == 1),
                       [(script, seed) for seed in args.seeds for script in args.scripts]))
     write_tables(read())
-    draw(read(), [("accuracy", "accuracy of samples"),
+    draw(read(), [("eval/accuracy", "held-out accuracy, greedy"),
+                  ("accuracy", "accuracy of samples"),
+                  ("reward", "reward, each script's own"),
                   ("completions/mean_length", "tokens per answer"), ("entropy", "entropy, nats"),
                   ("useful_groups", "share of useful groups")], RESULTS / "curves.png")
     shutil.copy(RESULTS / "curves.png", ROOT / "docs" / "curves.png")

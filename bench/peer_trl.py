@@ -18,8 +18,8 @@ all: torch's hook behind an optimizer step, wall clock from one to the next with
 between; the first --warmup steps of an arm don't count. No evaluations, no checkpoints; metrics are
 written every step here, never by TRL. Accuracy is that of the samples. TRL is set up to be quick:
 templates applied beforehand, no shuffling, no gradient checkpointing, its default fused AdamW, and
-the sequences per backward pass that were quickest (AT_ONCE). Two patches, explained at `sync`, give
-its vLLM fp32 on a CPU.
+the sequences per backward pass that were quickest (AT_ONCE). It compiles its vLLM, so grpo.py does
+too (--vllm-compile). Two patches, explained at `sync`, give TRL's vLLM fp32 on a CPU.
 
 Written: results/peer_trl.jsonl, a line per size, turn and arm, and results/peer_trl.md.
 """
@@ -158,7 +158,7 @@ def worker(arm: str, size: str, folder: str) -> None:
     register_optimizer_step_post_hook(stepped)
     side, sampler = arm.split("-")
     args = replace(grpo.Args(), kl_coef=0.0, eval_every=0, save_every=0, num_steps=10**6,
-                   sampler=sampler)
+                   sampler=sampler, vllm_compile=arm == "ours-vllm")
     if size == "large":
         args = replace(args, **turns.LARGE, model=folder, dataset=f"{folder}/train.jsonl")
         grpo.REWARDS = [grpo.correct, turns.spread]

@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,19 @@ def test_memory_table_is_what_the_script_computes():
     table = runpy.run_path(str(ROOT / "bench" / "gpu_memory.py"))["table"]()
     [block] = re.findall(r"<!-- memory -->\n(.*?)\n<!-- /memory -->", read("README.md"), re.S)
     assert block == table, "run python bench/gpu_memory.py --write"
+
+
+def test_tables_of_results_come_from_the_kept_runs(tmp_path):
+    for name in ("bench", "docs"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    made = ["bench/results/curves.csv", "bench/results/curves.md", "bench/results/claims.csv",
+            "docs/results.md"]
+    for name in made[:3]:
+        (tmp_path / name).write_text("stale")
+    for command in (["bench/curves.py", "--scripts"], ["bench/claims.py", "--jobs", "0"]):
+        subprocess.run([sys.executable, *command], cwd=tmp_path, check=True, capture_output=True)
+    for name in made:
+        assert (tmp_path / name).read_text("utf-8") == read(name), f"{name}: run the scripts"
 
 
 def test_every_variant_is_documented():

@@ -64,6 +64,12 @@ def test_dapo_cache_wider_than_the_limit(tmp_path):  # C21
     assert "--overlong-cache 97" in refusal(tmp_path, dapo, overlong_cache=97)
 
 
+def test_compiling_needs_a_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "--vllm-compile True" in (message := refusal(tmp_path, vllm_compile=True))
+    assert "install g++" in message
+
+
 def test_vllm_missing(tmp_path, monkeypatch):
     monkeypatch.setattr(common.importlib.util, "find_spec", lambda name: None)
     message = refusal(tmp_path)

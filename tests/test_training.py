@@ -345,6 +345,12 @@ def test_a_hostile_run_ends_with_every_case_counted(data, tmp_path, monkeypatch)
     assert all(math.isfinite(value) for row in steps for value in row.values())
 
 
+def test_a_compiled_engine_gets_the_weights_too(data, tmp_path):  # D7
+    steps = run(tmp_path / "run", dataset=data, num_steps=2, eval_every=0, learning_rate=1e-3,
+                vllm_compile=True)
+    assert all(row["sampling/sampling_logp_difference/max"] < 1e-3 for row in steps)
+
+
 def test_hf_sampler_trains(data, tmp_path):
     """Also: several updates per rollout clip something at a large learning rate (C7, C8)."""
     steps = run(tmp_path / "run", dataset=data, num_steps=2, sampler="hf", eval_every=0,

@@ -466,8 +466,9 @@ def token_logprobs(model, micro, temperature: float):
     """-> log-probs of the completion tokens under the sampling distribution, and its entropy, both
     [sequences, tokens]: logits ÷ temperature, then log-softmax in fp32.
 
-    One function for new, old and reference. Only completion positions reach the LM head, in chunks
-    that the backward pass recomputes, so [batch, tokens, vocabulary] never exists.
+    One function for new, old and reference. Only completion positions reach the LM head, in chunks.
+    The backward pass recomputes them if there are several, so [batch, tokens, vocabulary] never
+    exists.
     """
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     scale = getattr(config, "logit_scale", None) or 1.0
@@ -475,8 +476,11 @@ def token_logprobs(model, micro, temperature: float):
     cap = getattr(config, "final_logit_softcapping", None)
 
     def of_chunk(hidden, targets):  # [chunk, hidden], [chunk]
-        logits = head(hidden).float() * scale
-        logits = (cap * torch.tanh(logits / cap) if cap else logits) / temperature
+        logits = head(hidden).float()
+        if cap:
+            logits = cap * torch.tanh(logits * (scale / cap)) / temperature
+        elif scale != temperature:  # each pass over the vocabulary takes time
+            logits = logits / (temperature / scale)
         log_z = logits.logsumexp(-1)
         logp = logits.gather(-1, targets[:, None])[:, 0] - log_z
         with torch.no_grad():
@@ -488,8 +492,9 @@ def token_logprobs(model, micro, temperature: float):
         # No attention mask: padding is on the right, where causal attention doesn't look.
         hidden = model.base_model(input_ids=micro.input_ids, use_cache=False).last_hidden_state
         size = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
-        chunks = [checkpoint(of_chunk, h, t, use_reentrant=False) for h, t in
-                  zip(hidden[micro.predicts].split(size), micro.targets.split(size))]
+        parts = list(zip(hidden[micro.predicts].split(size), micro.targets.split(size)))
+        chunks = [checkpoint(of_chunk, *part, use_reentrant=False) if len(parts) > 1
+                  else of_chunk(*part) for part in parts]  # one alone would be needed at once
     where = micro.sampled.nonzero(as_tuple=True)
     empty = torch.zeros(micro.sampled.shape, device=hidden.device)
     return tuple(empty.index_put(where, torch.cat(values)) for values in zip(*chunks))

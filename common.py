@@ -355,7 +355,7 @@ def read_split(args, split: str, optional: bool = False) -> list[dict]:
             if not files and not optional:
                 raise RunError(f"--dataset {args.dataset}: no {split}{f', {split}'.join(FORMATS)}")
             if files and files[0].suffix == ".jsonl":  # rows needn't agree on their columns' types
-                lines = files[0].read_text("utf-8").splitlines()
+                lines = files[0].read_text("utf-8").split("\n")  # U+2028 may stand in a text
                 rows = [json.loads(line) for line in lines if line.strip()]
             else:
                 rows = [row for file in files[:1] for row in datasets.load_dataset(
@@ -1041,7 +1041,8 @@ class Log:
         from tqdm import tqdm
 
         self.run, self.warned, self.wandb = run, set(), None
-        self.bar = tqdm(total=args.num_steps, initial=run.step, disable=run.rank > 0, unit="step",
+        begin = int(last_checkpoint(run.output_dir).name[5:]) if args.resume else 0
+        self.bar = tqdm(total=args.num_steps, initial=begin, disable=run.rank > 0, unit="step",
                         desc=run.script, dynamic_ncols=True)
         if args.track and run.rank == 0:
             import wandb
@@ -1194,8 +1195,9 @@ def check_resume(args, run: Run) -> None:
     """Refuse to continue under options that would make it another run."""
     saved = saved_args(args.resume, run.script)
     now = json.loads(json.dumps(dataclasses.asdict(args)))
-    changed = [f"--{name.replace('_', '-')} {saved.get(name)} -> {now[name]}" for name in now
-               if name not in FREE and saved.get(name) != now[name]]
+    saved = json.loads(json.dumps(dataclasses.asdict(type(args)()))) | saved  # newer options
+    changed = [f"--{name.replace('_', '-')} {saved[name]} -> {now[name]}" for name in now
+               if name not in FREE and saved[name] != now[name]]
     if changed and not args.resume_with_changes:
         raise RunError(f"--resume {args.resume}: options differ from the run's: "
                        f"{', '.join(changed)}; leave them out, or add --resume-with-changes")

@@ -192,29 +192,30 @@ def report(args: Args) -> None:
             arm.append((row["turn"], row["mib"], *values))
     steps = {key: rows[args.warmup:] for key, rows in steps.items() if len(rows) > args.warmup + 1}
 
-    def middle(key, turn=None):
-        return statistics.median(row[2] for row in steps[key] if turn in (None, row[0]))
+    def middle(key, turns):
+        return statistics.median(row[2] for row in steps[key] if row[0] in turns)
 
     cells, ratios = [], []
     for (size, arm), rows in steps.items():
         of_turn, mib, seconds, tokens, accuracy = zip(*rows)
         low, _, high = statistics.quantiles(seconds, n=4)
-        cells.append([size, arm, len(rows), f"{middle((size, arm)):.2f} ({low:.2f} to {high:.2f})",
+        cells.append([size, arm, len(rows),
+                      f"{statistics.median(seconds):.2f} ({low:.2f} to {high:.2f})",
                       f"{sum(tokens) / sum(seconds):.0f}", f"{max(mib):.0f}", "–"
                       if size == "large" else f"{statistics.mean(accuracy[-LAST:]):.3f}"])
-        other = size, arm.replace("ours", "trl")
+        key, other = (size, arm), (size, arm.replace("ours", "trl"))
         if arm.startswith("ours") and other in steps:
-            each = [middle((size, arm), turn) / middle(other, turn)
-                    for turn in set(of_turn) & {row[0] for row in steps[other]}]
+            common = set(of_turn) & {row[0] for row in steps[other]}
+            each = [middle(key, [turn]) / middle(other, [turn]) for turn in common]
             ratios.append([f"{size}, {arm} / {other[1]}",
-                           f"**{middle((size, arm)) / middle(other):.2f}**",
+                           f"**{middle(key, common) / middle(other, common):.2f}**",
                            f"{min(each):.2f} to {max(each):.2f}"])
     version = subprocess.run([args.trl_python, "-c", "import importlib.metadata as m; "
                               "print(m.version('trl'))"], capture_output=True, text=True).stdout
     turns.write("peer_trl", f"Beside TRL {version.strip()}", args, [
         *turns.table("size | arm | steps | s per step: median (middle half) | completion tokens "
                      f"per s | peak memory, MiB | accuracy, last {LAST} steps", cells),
-        "Of the step times; the range is that of the turns.", "",
+        "Ratio of the medians over the turns that both sides had, and the range of it by turn.", "",
         *turns.table("ratio | median | range", ratios)])
 
 

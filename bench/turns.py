@@ -146,7 +146,7 @@ def table(header: str, rows: list) -> list[str]:
 
 
 def write(name: str, title: str, args, lines: list[str]) -> None:
-    """results/<name>.md: how it was made and on what, then the lines."""
+    """results/<name>.md: how it was made and on what, then the lines, then what is noted there."""
     changed = [f" --{option.replace('_', '-')} {value}" for option, value in vars(args).items()
                if value != getattr(type(args)(), option) and option != "trl_python"]
     cpus = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
@@ -160,5 +160,7 @@ def write(name: str, title: str, args, lines: list[str]) -> None:
         f"# {title}", "", f"Made by `python bench/{name}.py{''.join(changed)}`; its docstring says "
         f"how. {cpu[1] if cpu else platform.processor()}, {cores} cores, {args.threads} threads; "
         f"{', '.join(versions)}; fp32.", "", *lines])
-    (RESULTS / f"{name}.md").write_text(text)
+    path = RESULTS / f"{name}.md"
+    _, *notes = path.read_text().partition("## Notes") if path.exists() else [""]  # by hand: kept
+    path.write_text(text + "\n" * bool(notes) + "".join(notes))
     print(text)

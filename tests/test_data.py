@@ -44,6 +44,14 @@ def test_gsm8k_shape(tmp_path):
     assert len(held_out) == 2  # a tenth
 
 
+def test_a_line_separator_within_a_text_ends_no_row(tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = [f'{{"question": "{i}?\u2028Yes", "answer": "{i}"}}\n' for i in range(9)]
+    path.write_text("".join(lines), encoding="utf-8")
+    (_, train, held_out), _ = load(str(path))
+    assert len(train + held_out) == 9 and "\u2028" in train[0]["question"]
+
+
 def test_math_shape_and_unusable_golds_are_counted(tmp_path):  # A1
     path = write(tmp_path / "a.jsonl", [
         {"problem": "x?", "solution": r"So $x=\boxed{\frac{1}{2}}$."},

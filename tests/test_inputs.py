@@ -122,6 +122,19 @@ def test_resume_without_a_run(tmp_path):
     assert "no args.json" in refusal(tmp_path, resume=str(tmp_path / "nothing"))
 
 
+def test_a_run_older_than_an_option_goes_on(tmp_path):
+    args = grpo.Args(resume=str(tmp_path))
+    saved = {name: value for name, value in vars(grpo.Args()).items() if name != "vllm_compile"}
+    (tmp_path / "args.json").write_text(json.dumps({"script": "grpo", "args": saved}))
+    checkpoint = tmp_path / "checkpoints" / "step-1" / "trainer.pt"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    run = common.Run(args, ["correct", "format"], "grpo.py")
+    common.check_resume(args, run)
+    with pytest.raises(common.RunError, match="--vllm-compile False -> True"):
+        common.check_resume(replace(args, vllm_compile=True), run)
+
+
 def test_resume_with_another_script(tmp_path):
     (tmp_path / "args.json").write_text(json.dumps({"script": "dapo", "args": {}}))
     assert "a run of dapo.py" in refusal(tmp_path, resume=str(tmp_path))

@@ -15,7 +15,7 @@ demo: install
 
 test: .venv/tools
 	.venv/bin/ruff check .
-	.venv/bin/python -m pytest -q -n 2 tests
+	.venv/bin/python -m pytest -q -n 2 --dist loadgroup tests
 
 bench: install
 	.venv/bin/python bench/check.py

@@ -97,6 +97,7 @@ def found(models, tmp_path_factory):  # noqa: F811
     return [torch.load(folder / f"{world}.pt") for world in (1, 2)]
 
 
+@pytest.mark.xdist_group("ranks")  # `found` takes a minute: one worker makes it
 @pytest.mark.parametrize("case", ["mixed", "idle"])
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_gradient_of_two_ranks_is_that_of_one(name, case, found):

@@ -53,6 +53,7 @@ def four_steps(tmp_path_factory, data):
                        save_every=2)
 
 
+@pytest.mark.xdist_group("four steps")
 def test_rows_are_whole(four_steps):  # H1, C13, C2, C7
     _, steps = four_steps
     assert [row["step"] for row in steps] == [0, 1, 2, 3, 4]
@@ -64,6 +65,7 @@ def test_rows_are_whole(four_steps):  # H1, C13, C2, C7
     assert all(row["num_completions"] == 128 * row["step"] for row in steps[1:])
 
 
+@pytest.mark.xdist_group("four steps")
 def test_files_of_a_run(four_steps):
     folder, _ = four_steps
     assert {p.name for p in folder.iterdir()} == {"args.json", "metrics.jsonl", "samples.jsonl",
@@ -75,6 +77,7 @@ def test_files_of_a_run(four_steps):
     assert json.loads((folder / "args.json").read_text())["args"]["learning_rate"] == 1e-3
 
 
+@pytest.mark.xdist_group("four steps")
 def test_same_seed_same_run_and_resumed_run_the_same(four_steps, data, tmp_path):  # G1, G2, G6
     """Two steps, a break, two more: equal to four without a break, to the last bit."""
     _, whole = four_steps
@@ -107,6 +110,7 @@ def test_a_killed_run_goes_on_as_if_never_stopped(data, tmp_path):  # G1, G8
     assert samples[0] == samples[1]
 
 
+@pytest.mark.xdist_group("four steps")
 def test_resume_with_other_options_is_refused(four_steps, data):
     folder, before = four_steps
     options = dict(dataset=data, eval_every=2, save_every=2, num_steps=6)
@@ -124,6 +128,7 @@ def engine(path, **options):
     return common.open_sampler(args, state, tokenizer)
 
 
+@pytest.mark.xdist_group("four steps")
 def test_checkpoint_opens_everywhere_with_the_same_answers(four_steps, data):  # G4, D17
     """Greedy answers of the sampler as trained, of plain vLLM and of plain transformers."""
     from safetensors import safe_open

@@ -136,7 +136,7 @@ def draw(found: dict, panels: list[tuple[str, str]], path: Path, window: int = 5
     names = list(dict.fromkeys(name for name, _ in found))
     across = 3 if len(panels) > 4 else len(panels)
     down = math.ceil(len(panels) / across)
-    figure = Figure(figsize=(14, 3 * down + 0.6), layout="constrained")
+    figure = Figure(figsize=(14, 3 * down + 0.8), layout="constrained")
     for axis, (key, title) in zip(figure.subplots(down, across).flat, panels):
         for i, (name, colour) in enumerate(zip(names, COLOURS)):
             windows = {}  # {centre of a window of completions: {seed: values}}
@@ -156,8 +156,8 @@ def draw(found: dict, panels: list[tuple[str, str]], path: Path, window: int = 5
         axis.set(title=title, xlabel="completions")
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=9,
-                  frameon=False)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", frameon=False,
+                  ncols=9 if sum(map(len, names)) < 80 else 4)
     figure.savefig(path, dpi=130)
 
 

@@ -386,7 +386,8 @@ def run(arm: str, seed: int, steps: int) -> None:
 # -------------------------------------------------------------------- what came of them
 def rows(arm: str, seed: int, steps: int) -> list[dict]:
     lines = kept(arm, seed).read_text().splitlines() if kept(arm, seed).exists() else []
-    return [row for row in map(json.loads, lines) if 1 <= row["step"] <= steps]
+    return [row | {"accuracy": row.get("bench/accuracy", row["accuracy"])}
+            for row in map(json.loads, lines) if 1 <= row["step"] <= steps]
 
 
 def measures(arm: str, seed: int, steps: int) -> dict[str, float]:
@@ -398,7 +399,7 @@ def measures(arm: str, seed: int, steps: int) -> dict[str, float]:
         return {}
     of = lambda key: [row[key] for row in found if key in row]  # noqa: E731
     mean = statistics.mean
-    accuracy = of("bench/accuracy") or of("accuracy")
+    accuracy = of("accuracy")
     smooth = [mean(accuracy[i:i + 5]) for i in range(len(accuracy) - 4)]
     values = {
         "final accuracy": smooth[-1], "mean accuracy": mean(accuracy),

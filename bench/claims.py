@@ -456,11 +456,16 @@ MORE = {"clip": ("final entropy", "largest ratio", "smallest ratio"), "gdpo": ("
         "pairs": ("mean entropy",)}  # columns of a claim, besides those that it compares
 
 
+def begun(claim: str) -> bool:
+    """Whether each of its arms has been run with a seed at least."""
+    return all(any(kept(arm, seed).exists() for seed in SEEDS) for arm in arms(claim))
+
+
 def tables(claim: str) -> str:
     """What docs/results.md says of the claim: what each arm came to, and each comparison."""
     steps, used = rollouts(claim), [column for column in COLUMNS if column in {
         check.metric for check in CLAIMS[claim].checks} | {"final accuracy", *MORE.get(claim, ())}]
-    if not any(rows(arm, seed, steps) for arm in arms(claim) for seed in SEEDS):
+    if not begun(claim):
         return "Not run yet."
     lines = [f"| arm | runs | {' | '.join(used)} |", "|" + "---|" * (len(used) + 2)]
     for arm in arms(claim):
@@ -511,9 +516,9 @@ if __name__ == "__main__":
     page = ROOT / "docs" / "results.md"
     page.write_text(write_page(page.read_text("utf-8")), "utf-8")
     for claim in CLAIMS:
-        found = {(arm, seed): rows(arm, seed, rollouts(claim)) for arm in arms(claim)
-                 for seed in SEEDS}
-        if any(found.values()):
+        if begun(claim):
+            found = {(arm, seed): rows(arm, seed, rollouts(claim)) for arm in arms(claim)
+                     for seed in SEEDS}
             draw({k: v for k, v in found.items() if v}, CLAIMS[claim].panels,
                  ROOT / "docs" / f"claims-{claim}.png", window=128)
         print(f"{CLAIMS[claim].title}\n{tables(claim)}\n")

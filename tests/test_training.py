@@ -353,7 +353,7 @@ def test_a_hostile_run_ends_with_every_case_counted(data, tmp_path, monkeypatch)
 def test_a_compiled_engine_gets_the_weights_too(data, tmp_path):  # D7
     steps = run(tmp_path / "run", dataset=data, num_steps=2, eval_every=0, learning_rate=1e-3,
                 vllm_compile=True)
-    assert all(row["sampling/sampling_logp_difference/max"] < 1e-3 for row in steps)
+    assert all(row["sampling/sampling_logp_difference/max"] < 1e-3 for row in steps[1:])
 
 
 def test_hf_sampler_trains(data, tmp_path):

@@ -68,6 +68,7 @@ def test_compiling_needs_a_compiler(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "--vllm-compile True" in (message := refusal(tmp_path, vllm_compile=True))
     assert "install g++" in message
+    assert "vLLM on a CPU" in refusal(tmp_path, vllm_compile=True, sampler="hf")
 
 
 def test_vllm_missing(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -350,6 +351,7 @@ def test_a_hostile_run_ends_with_every_case_counted(data, tmp_path, monkeypatch)
     assert all(math.isfinite(value) for row in steps for value in row.values())
 
 
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 def test_a_compiled_engine_gets_the_weights_too(data, tmp_path):  # D7
     steps = run(tmp_path / "run", dataset=data, num_steps=2, eval_every=0, learning_rate=1e-3,
                 vllm_compile=True)

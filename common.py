@@ -62,7 +62,8 @@ def launch(main, presets: dict) -> None:
     try:
         if args.resume:  # the run's own options are the defaults: only what is typed can differ
             saved = {name: tuple(value) if isinstance(value, list) else value for name, value in
-                     saved_args(args.resume, Path(sys.argv[0]).stem).items()}
+                     saved_args(args.resume, Path(sys.argv[0]).stem).items()
+                     if hasattr(default, name)}  # check_resume names an option that is gone
             args = parse(default=dataclasses.replace(default, **saved))
         main(args)
     except RunError as error:
@@ -104,13 +105,14 @@ def check_args(args, parts: list[str], world: int) -> None:
     need(args.group_size != 1, "group_size", "a group of one has no mean to compare with; take 2 "
          "or more, 8 is usual")
     for name in ("group_size", "prompts_per_step", "num_steps", "num_minibatches", "num_iterations",
-                 "micro_batch_tokens", "max_prompt_tokens", "max_completion_tokens"):
-        need(getattr(args, name) >= 1, name, "must be at least 1")
+                 "micro_batch_tokens", "max_prompt_tokens", "max_completion_tokens",
+                 "max_gen_batches", "max_empty_steps"):  # these two are dapo.py's
+        need(getattr(args, name, 1) >= 1, name, "must be at least 1")
     for name in ("warmup_steps", "weight_decay", "clip_low", "clip_high", "kl_coef", "tis_cap",
                  "eval_every", "save_every", "keep_checkpoints"):
         need(getattr(args, name) >= 0, name, "must not be negative")
-    for name in ("learning_rate", "max_grad_norm"):
-        need(getattr(args, name) > 0, name, "must be above 0")
+    for name in ("learning_rate", "max_grad_norm", "rank_scale", "tau_pos", "tau_neg"):
+        need(getattr(args, name, 1) > 0, name, "must be above 0")
     need(args.clip_low <= 1, "clip_low", "must be at most 1; 0.2 is usual")
     need(0 < args.vllm_memory_share < 1, "vllm_memory_share", "must be between 0 and 1")
     need(args.temperature >= 0.05, "temperature", "training needs at least 0.05, 1.0 is usual: "
@@ -770,7 +772,7 @@ class HfSampler:
         self.name = f"transformers {transformers.__version__} generate"
         longest = args.max_prompt_tokens + args.max_completion_tokens
         # The KV cache of a token takes far less than what a backward pass keeps of it.
-        self.rows_at_once = 8 * args.micro_batch_tokens // longest
+        self.rows_at_once = 16 * args.micro_batch_tokens // longest
         model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=run.dtype)
         self.model = model.to(run.device).eval().requires_grad_(False)
         self.model.generation_config = transformers.GenerationConfig()  # sampling options are ours
@@ -1196,8 +1198,8 @@ def check_resume(args, run: Run) -> None:
     saved = saved_args(args.resume, run.script)
     now = json.loads(json.dumps(dataclasses.asdict(args)))
     saved = json.loads(json.dumps(dataclasses.asdict(type(args)()))) | saved  # newer options
-    changed = [f"--{name.replace('_', '-')} {saved[name]} -> {now[name]}" for name in now
-               if name not in FREE and saved[name] != now[name]]
+    changed = [f"--{name.replace('_', '-')} {saved[name]} -> {now.get(name, 'gone')}"
+               for name in saved if name not in FREE and saved[name] != now.get(name, "gone")]
     if changed and not args.resume_with_changes:
         raise RunError(f"--resume {args.resume}: options differ from the run's: "
                        f"{', '.join(changed)}; leave them out, or add --resume-with-changes")

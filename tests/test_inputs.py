@@ -10,7 +10,9 @@ import pytest
 
 import common
 import dapo
+import gopo
 import grpo
+import sapo
 
 ROOT = Path(__file__).parent.parent
 
@@ -62,6 +64,15 @@ def test_option(tmp_path, option, value, remedy):
 
 def test_dapo_cache_wider_than_the_limit(tmp_path):  # C21
     assert "--overlong-cache 97" in refusal(tmp_path, dapo, overlong_cache=97)
+
+
+@pytest.mark.parametrize("script, option, value", [
+    (dapo, "max_gen_batches", 0), (dapo, "max_empty_steps", 0), (gopo, "rank_scale", 0.0),
+    (sapo, "tau_pos", 0.0), (sapo, "tau_neg", -1.0),
+])
+def test_options_of_one_script(tmp_path, script, option, value):
+    assert f"--{option.replace('_', '-')} {value}: must be" in refusal(
+        tmp_path, script, **{option: value})
 
 
 def test_compiling_needs_a_compiler(tmp_path, monkeypatch):
@@ -123,7 +134,7 @@ def test_resume_without_a_run(tmp_path):
     assert "no args.json" in refusal(tmp_path, resume=str(tmp_path / "nothing"))
 
 
-def test_a_run_older_than_an_option_goes_on(tmp_path):
+def test_a_run_older_or_newer_than_an_option(tmp_path, monkeypatch):
     args = grpo.Args(resume=str(tmp_path))
     saved = {name: value for name, value in vars(grpo.Args()).items() if name != "vllm_compile"}
     (tmp_path / "args.json").write_text(json.dumps({"script": "grpo", "args": saved}))
@@ -134,6 +145,10 @@ def test_a_run_older_than_an_option_goes_on(tmp_path):
     common.check_resume(args, run)
     with pytest.raises(common.RunError, match="--vllm-compile False -> True"):
         common.check_resume(replace(args, vllm_compile=True), run)
+    (tmp_path / "args.json").write_text(json.dumps({"script": "grpo", "args": saved | {"old": 3}}))
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--resume", str(tmp_path)])
+    with pytest.raises(SystemExit, match="options differ from the run's: --old 3 -> gone; leave"):
+        common.launch(grpo.main, grpo.PRESETS)
 
 
 def test_resume_with_another_script(tmp_path):

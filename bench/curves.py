@@ -8,7 +8,7 @@ metrics.jsonl is kept as results/curves/<script>-<seed>.jsonl; what is there alr
 again. Curves are cut at the completions that grpo.py samples by default. Written from the kept
 files: results/curves.csv (a row per run), results/curves.md (a row per script) and curves.png.
 With --jobs above 1 the runs share the cores, one thread each, so their times mean nothing and are
-left out: the row `timed` of each result says which.
+left out: `timed` in each row says which. Those kept here have seed 4 timed, all in one sitting.
 """
 import concurrent.futures
 import csv
@@ -64,12 +64,16 @@ def run(script: str, seed: int, timed: bool) -> None:
 
 
 def read() -> dict[tuple[str, int], list[dict]]:
-    """The kept rows of each (script, seed), cut at BUDGET completions."""
+    """The kept rows of each (script, seed), cut at BUDGET completions. In timed ones `seconds` is
+    the time spent so far, evaluations left out."""
     found = {}
     for path in sorted((RESULTS / "curves").glob("*.jsonl")):
         script, seed = path.stem.rsplit("-", 1)
-        rows = [json.loads(line) for line in path.open()]
-        found[script, int(seed)] = [r for r in rows if r.get("num_completions", 0) <= BUDGET]
+        rows, seconds = [{"num_completions": 0} | json.loads(line) for line in path.open()], 0.0
+        for row in rows:
+            seconds += row.get("time/step", 0.0)
+            row |= {"seconds": seconds} if row["timed"] else {}
+        found[script, int(seed)] = [row for row in rows if row["num_completions"] <= BUDGET]
     return found
 
 
@@ -128,23 +132,23 @@ def write_tables(found) -> None:
     print("\n".join(lines))
 
 
-def draw(found: dict, panels: list[tuple[str, str]], path: Path, window: int = 512) -> None:
+def draw(found: dict, panels: list[tuple], path: Path, window: int = 512) -> None:
     """A panel for each (key, title): per name its mean over seeds, with the range between the
-    lowest and the highest, against completions. `found`: {(name, seed): rows}"""
+    lowest and the highest, against completions, or what else the panel names with the width of a
+    window of it. `found`: {(name, seed): rows}"""
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(name for name, _ in found))
-    across = 3 if len(panels) > 4 else len(panels)
-    down = math.ceil(len(panels) / across)
+    down = math.ceil(len(panels) / 4)
     figure = Figure(figsize=(14, 3 * down + 0.8), layout="constrained")
-    for axis, (key, title) in zip(figure.subplots(down, across).flat, panels):
+    for axis, (key, title, *against) in zip(figure.subplots(down, 4, squeeze=False).flat, panels):
+        x, width = against or ("num_completions", window)
         for i, (name, colour) in enumerate(zip(names, COLOURS)):
-            windows = {}  # {centre of a window of completions: {seed: values}}
+            windows = {}  # {its centre: {seed: values}}
             for (script, seed), rows in found.items():
                 for row in rows if script == name else ():
-                    if key in row:
-                        seen = row.get("num_completions", 0)
-                        centre = seen and (seen - 1) // window * window + window // 2
+                    if key in row and x in row:
+                        centre = math.ceil(row[x] / width) * width - (width / 2 if row[x] else 0)
                         windows.setdefault(centre, {}).setdefault(seed, []).append(row[key])
             means = {x: [statistics.mean(values) for values in seeds.values()]
                      for x, seeds in sorted(windows.items())}
@@ -153,7 +157,7 @@ def draw(found: dict, panels: list[tuple[str, str]], path: Path, window: int = 5
             axis.fill_between(list(means), [min(values) for values in means.values()],
                               [max(values) for values in means.values()], color=colour,
                               alpha=0.12, lw=0)
-        axis.set(title=title, xlabel="completions")
+        axis.set(title=title, xlabel="completions" if x == "num_completions" else x)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
     figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", frameon=False,
@@ -171,5 +175,8 @@ if __name__ == "__main__":
                   ("accuracy", "accuracy of samples"),
                   ("reward", "reward, each script's own"),
                   ("completions/mean_length", "tokens per answer"), ("entropy", "entropy, nats"),
-                  ("useful_groups", "share of useful groups")], RESULTS / "curves.png")
+                  ("useful_groups", "share of useful groups"),
+                  ("eval/accuracy", "held-out accuracy, seed 4", "seconds", 5),
+                  ("accuracy", "accuracy of samples, seed 4", "seconds", 5)],
+         RESULTS / "curves.png")
     shutil.copy(RESULTS / "curves.png", ROOT / "docs" / "curves.png")

@@ -21,7 +21,8 @@ templates applied beforehand, no shuffling, no gradient checkpointing, its defau
 the sequences per backward pass that were quickest (AT_ONCE). It compiles its vLLM, so grpo.py does
 too (--vllm-compile). Two patches, explained at `sync`, give TRL's vLLM fp32 on a CPU.
 
-Written: results/peer_trl.jsonl, a line per size, turn and arm, and results/peer_trl.md.
+Written: results/peer_trl.jsonl, a line per size, turn and arm, and results/peer_trl.md. With
+--sizes or --arms only those are measured anew.
 """
 import functools
 import json
@@ -226,6 +227,9 @@ if __name__ == "__main__":
         import tyro
 
         args = tyro.cli(Args, description=__doc__)
-        (turns.RESULTS / "peer_trl.jsonl").unlink(missing_ok=True)
+        path = turns.RESULTS / "peer_trl.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        path.write_text("".join(line for line in lines if not (
+            (row := json.loads(line))["size"] in args.sizes and row["arm"] in args.arms)))
         measure(args)
         report(args)

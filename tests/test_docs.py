@@ -204,9 +204,10 @@ def test_numbers_of_the_demo_are_those_of_the_stored_runs():
     runs = list(csv.DictReader((ROOT / "bench/results/curves.csv").open()))
     runs = [run for run in runs if run["script"] == "grpo"]
     assert sorted(run["seed"] for run in runs) == list("01234")
-    of = lambda key: sorted(float(run[key]) for run in runs)  # noqa: E731
+    of = lambda key: sorted(float(run[key]) for run in runs if run[key])  # noqa: E731
     text = " ".join(read("README.md").split())
-    assert f"{of('seconds')[0]:.0f} to {of('seconds')[-1]:.0f} seconds of training" in text
+    [seconds] = of("seconds")  # one seed was timed
+    assert f"about {seconds:.0f} seconds of training" in text
     final = of("final")
     assert f"from {of('start')[0]:.3f} to between {final[0]:.3f} and {final[-1]:.3f}" in text
     means = [sum(of(key)) / 5 for key in ("length_first", "length_last")]

@@ -291,8 +291,9 @@ def start(args, rewards: list, script: str, more_parts: tuple[str, ...] = ()) ->
         raise RunError(f"--output-dir {run.output_dir}: holds a run already; --resume "
                        f"{run.output_dir} continues it, or choose another folder")
     try:
-        (run.output_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-        if run.rank == 0:  # resumed with other options: they hold from now on
+        if run.rank == 0:  # the others write nothing, and their clock may name another folder
+            (run.output_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+            # Resumed with other options: they hold from now on.
             options = dataclasses.asdict(args) | {"resume": "", "resume_with_changes": False}
             text = json.dumps({"script": run.script, "args": options}, indent=1)
             write_whole(run.output_dir / "args.json", text + "\n")

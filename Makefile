@@ -34,6 +34,7 @@ install: .venv/installed
 	test $(REQUIREMENTS) = requirements.txt || $(PIP) uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
+# pytest 9.2 keeps pytest-xdist 3.8 from seeing which tests are to share a worker.
 .venv/tools: .venv/installed Makefile
-	$(PIP) install -q ruff==0.17.6 pytest==9.2.0 hypothesis==6.170.17 pytest-xdist==3.8.0
+	$(PIP) install -q ruff==0.17.6 pytest==9.1.1 hypothesis==6.170.17 pytest-xdist==3.8.0
 	touch $@

@@ -521,8 +521,15 @@ def script(tmp_path, end="pass", prelude=""):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT.format(root=str(ROOT), prelude=prelude, end=end))
     pipe = subprocess.PIPE
+    # An engine that ran in this process before has set LD_PRELOAD to torch's libgomp.
+    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     process = subprocess.Popen(
-        [sys.executable, str(path)], stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        [sys.executable, str(path)],
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        start_new_session=True,
+        env=env,
     )
     return process, int(process.stdout.readline())
 
